@@ -1,0 +1,84 @@
+"""The one autograd.Function: an exact forward, and a backward on integer products."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import ops
+from .config import Plan
+
+
+class HOTFunction(torch.autograd.Function):
+    """``F.linear`` whose backward follows a ``Plan``.
+
+    Inputs: x (..., in_features), weight (out_features, in_features), bias or None, ``kept`` and ``scale`` (what the
+    forward keeps of x: the packed form and its scales; x itself and None for format ``none``; None and None when the
+    weight needs no gradient), the plan and the seed of stochastic rounding.
+
+    Everything kept goes through ``save_for_backward``; the weight is saved as it is and quantized in the backward, so
+    that a value changed in between is noticed and nothing stale is used (DESIGN decision 3).
+    """
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x, weight, bias, kept, scale, plan: Plan, seed: int) -> Tensor:
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        x, weight, bias, kept, scale, plan, seed = inputs
+        needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        ctx.save_for_backward(
+            weight if needs_x else None, kept if needs_weight else None, scale if needs_weight else None
+        )
+        ctx.plan, ctx.seed = plan, seed
+        ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
+        ctx.weight_dtype = weight.dtype
+        ctx.bias_dtype = None if bias is None else bias.dtype
+
+    @staticmethod
+    def backward(ctx, grad_output):
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        weight, kept, scale = ctx.saved_tensors
+        g = grad_output.reshape(-1, grad_output.shape[-1])
+        grad_x = grad_weight = grad_bias = None
+        # The caller's autocast may still be on; float products must run in the types chosen here.
+        with torch.autocast(g.device.type, enabled=False):
+            if needs_x:
+                grad_x = _grad_input(g, weight, ctx.plan, ctx.seed, ctx.x_dtype).reshape(ctx.x_shape)
+            if needs_weight:
+                grad_weight = _grad_weight(g, kept, scale, ctx.plan, ctx.seed, ctx.x_shape[-1], ctx.weight_dtype)
+            if needs_bias:
+                grad_bias = g.sum(0).to(ctx.bias_dtype)
+        return grad_x, grad_weight, grad_bias, None, None, None, None
+
+
+def _grad_input(g: Tensor, weight: Tensor, plan: Plan, seed: int, dtype: torch.dtype) -> Tensor:
+    if plan.grad_input_bits is None:
+        return (g @ weight.to(g.dtype)).to(dtype)  # under autocast nn.Linear multiplies in g's type too
+    per_token = plan.grad_input_granularity != "per_tensor"
+    return ops.grad_input(g, weight, plan.grad_input_bits, plan.block_size, per_token, plan.rounding, seed + 1, dtype)
+
+
+def _grad_weight(
+    g: Tensor, kept: Tensor, scale: Tensor | None, plan: Plan, seed: int, in_features: int, dtype: torch.dtype
+) -> Tensor:
+    if plan.activation_format == "none":
+        return (g.t() @ kept.reshape(-1, in_features).to(g.dtype)).to(dtype)
+    per_feature = plan.grad_weight_granularity == "per_feature"
+    return ops.grad_weight(
+        g,
+        kept,
+        scale,
+        plan.activation_format,
+        in_features,
+        plan.rank,
+        plan.block_size,
+        per_feature,
+        plan.rounding,
+        seed + 3,  # seed: x; + 1 and + 2: g and W of grad_input; + 3: g of grad_weight
+        dtype,
+    )

@@ -1,0 +1,72 @@
+"""Packed activations: one copy per tensor, however many layers read it (SPEC section 4, DESIGN decision 4)."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import OrderedDict
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .config import Plan
+
+# q/k/v and gate/up follow each other; cross attention returns to the encoder's output after reading something else.
+REMEMBERED = 4
+
+
+class _Recent(threading.local):
+    """The last few compressed tensors of this thread. Everything is held weakly: a freed graph frees its buffers."""
+
+    def __init__(self) -> None:
+        self.entries: OrderedDict[tuple, tuple] = OrderedDict()
+
+    def find(self, key: tuple, x: Tensor) -> tuple[Tensor, Tensor] | None:
+        entry = self.entries.get(key)
+        if entry is None:
+            return None
+        seen, version, packed, scale = (entry[0](), entry[1], entry[2](), entry[3]())
+        if seen is not x or version != x._version or packed is None or scale is None:
+            del self.entries[key]
+            return None
+        return packed, scale
+
+    def add(self, key: tuple, x: Tensor, packed: Tensor, scale: Tensor) -> None:
+        self.entries[key] = (weakref.ref(x), x._version, weakref.ref(packed), weakref.ref(scale))
+        self.entries.move_to_end(key)
+        while len(self.entries) > REMEMBERED:
+            self.entries.popitem(last=False)
+
+
+_recent = _Recent()
+
+
+def _shareable(x: Tensor) -> bool:
+    # Under compilation common-subexpression elimination does the sharing; functorch wrappers change their meaning
+    # with the level; inference tensors have no version to check.
+    return not (torch.compiler.is_compiling() or torch._C._functorch.is_functorch_wrapped_tensor(x) or x.is_inference())
+
+
+def compress(x: Tensor, plan: Plan, seed: int, share: bool) -> tuple[Tensor, Tensor]:
+    """The packed form of ``x`` (any leading dimensions) under ``plan``, shared with earlier readers of ``x``.
+
+    Returns:
+        packed integers and scales, as ``ops.compress``; the same two objects for the same unchanged ``x``.
+    """
+    arguments = (
+        plan.activation_format,
+        plan.rank,
+        plan.block_size,
+        plan.grad_weight_granularity == "per_feature",
+        plan.rounding,
+        seed,
+    )
+    share = share and _shareable(x)
+    key = (id(x), *arguments)
+    if share and (found := _recent.find(key, x)) is not None:
+        return found
+    packed, scale = ops.compress(x.detach().reshape(-1, x.shape[-1]), *arguments)
+    if share:
+        _recent.add(key, x, packed, scale)
+    return packed, scale

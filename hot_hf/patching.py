@@ -1,0 +1,170 @@
+"""apply_hot and remove_hot: which layers are patched, which are not and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+
+import torch
+from torch import nn
+
+from .config import HOTConfig
+from .layers import HOTMixin, HOTState, hot_class_of
+from .report import CoverageReport, ModuleRow
+from .rounding import StepClock
+from .selection import GranularityProbe
+
+SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+# Routers send tokens by argmax: a noisy gradient there is a wrong expert, and they are a few columns wide anyway.
+HEAD_PATTERNS = ("lm_head", "*.lm_head", "*.router", "router", "*.gate", "gate", "*.shared_expert_gate")
+_ADAPTER = re.compile(r"(^|\.)(lora_[A-Z]\w*|modules_to_save)\.")
+
+
+class HOTPatchError(RuntimeError):
+    """The model cannot be patched as asked; the message names the module and the remedy."""
+
+
+def canonical_name(name: str) -> str:
+    """A module's name without what PEFT wraps around it, so that patterns mean the same before and after LoRA."""
+    name = name.removeprefix("base_model.model.")
+    return name.removesuffix(".base_layer")
+
+
+def matches(name: str, pattern: str) -> bool:
+    """Whether a shell-style pattern matches a full module name, as it is or without PEFT's wrapping."""
+    return fnmatchcase(name, pattern) or fnmatchcase(canonical_name(name), pattern)
+
+
+def _output_embedding(model: nn.Module) -> nn.Module | None:
+    getter = getattr(model, "get_output_embeddings", None)
+    try:
+        return getter() if callable(getter) else None
+    except NotImplementedError:  # transformers: models without one
+        return None
+
+
+def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Module | None) -> str | None:
+    """Why a linear layer stays as it is, or None when it is to be patched. Order: what the user said comes first."""
+    if not any(matches(name, p) for p in config.include):
+        return "not in include"
+    if any(matches(name, p) for p in config.exclude):
+        return "excluded"
+    kind = type(module)
+    if kind is not nn.Linear and not isinstance(module, HOTMixin) and kind.__name__ not in config.linear_classes:
+        if kind.__name__ == "NonDynamicallyQuantizableLinear":
+            return "nn.MultiheadAttention reads its weight and never calls it"
+        return f"subclass {kind.__name__} may have its own forward; opt in with linear_classes"
+    adapter = _ADAPTER.search(name)
+    if adapter is not None and adapter.group(2).startswith("lora_"):
+        if not adapter.group(2).startswith("lora_A"):
+            return "adapter output side: its input is only r wide"
+        if not config.lora:
+            return "adapter; patch lora_A with lora=True"
+        if module.in_features < config.min_features:
+            return f"narrower than min_features={config.min_features}"
+        return None  # out_features is r, narrow on purpose: what counts is the kept input
+    if config.skip_heads and (module is head or any(matches(name, p) for p in HEAD_PATTERNS)):
+        return "output head or router (skip_heads)"
+    if min(module.in_features, module.out_features) < config.min_features:
+        return f"narrower than min_features={config.min_features}"
+    if module.weight.dtype not in SUPPORTED_DTYPES:
+        return f"unsupported dtype {module.weight.dtype}"
+    if config.plan(lambda p: matches(name, p)).exact:
+        return "configured exact"
+    return None
+
+
+def _named_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
+    """(name, module, first name it was seen under) of every linear layer, aliases included."""
+    seen: dict[int, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if isinstance(module, nn.Linear):
+            yield name, module, seen.get(id(module))
+            seen.setdefault(id(module), name)
+
+
+def _check_patchable(name: str, module: nn.Module) -> None:
+    if "forward" in module.__dict__:
+        raise HOTPatchError(
+            f"{name or 'the root module'} carries a forward of its own ({module.__dict__['forward']!r}), as "
+            "accelerate's hooks and tensor parallelism install it; HOT's would never run. Call apply_hot before "
+            "dispatching the model (or accelerate.hooks.remove_hook_from_module first), or leave the layer out with "
+            "HOTConfig(exclude=[...])."
+        )
+
+
+def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) -> CoverageReport:
+    """Patch the linear layers of ``model`` in place and report on every one.
+
+    Classes are swapped; parameters, names, hooks, ties and state_dict stay (DESIGN decision 1). A patched model may be
+    patched again: the new configuration replaces the old one.
+
+    Args:
+        model: any nn.Module, a transformers or PEFT model, or a single nn.Linear.
+        config: a HOTConfig, its dict, a preset name, or None for the default.
+
+    Returns:
+        a CoverageReport; ``print`` it for a table.
+
+    Raises:
+        HOTPatchError: when nothing is left to patch, when a pattern matches no layer, or when a layer has a forward
+            of its own. Nothing is changed then.
+    """
+    config = HOTConfig.coerce(config)
+    linears = list(_named_linears(model))
+    names = [name for name, _, _ in linears]
+    for where, patterns in (
+        ("include", [p for p in config.include if p != "*"]),
+        ("exclude", config.exclude),
+        ("overrides", list(config.overrides)),
+    ):
+        for pattern in patterns:
+            if not any(matches(name, pattern) for name in names):
+                raise HOTPatchError(
+                    f"HOTConfig.{where}: {pattern!r} matches no linear layer. Patterns match full names, such as "
+                    f"{[canonical_name(n) for n in names[:3]]}; write '*.{pattern}' to match the end of a name."
+                )
+    head = _output_embedding(model)
+    report = CoverageReport.of(model)
+    to_patch: list[tuple[str, nn.Module]] = []
+    for name, module, first_name in linears:
+        if first_name is not None:
+            report.alias(name, first_name)
+            continue
+        reason = _reason_to_skip(name, module, config, head)
+        if reason is None:
+            _check_patchable(name, module)
+            to_patch.append((name, module))
+        report.rows.append(ModuleRow.of(name, module, reason, config.plan(lambda p, n=name: matches(n, p)).label()))
+    if not to_patch:
+        raise HOTPatchError(
+            f"apply_hot found nothing to patch in {type(model).__name__}:\n{report}\n"
+            "Widen include, shorten exclude, or lower min_features."
+        )
+    remove_hot(model)
+    clock = StepClock()
+    for name, module in to_patch:
+        _patch(name, module, config, clock)
+    return report
+
+
+def _patch(name: str, module: nn.Module, config: HOTConfig, clock: StepClock) -> None:
+    plan = config.plan(lambda p: matches(name, p))
+    probe = None
+    if plan.grad_input_bits is not None and plan.grad_input_granularity == "lqs":
+        probe = GranularityProbe(plan, config.lqs_batches, config.lqs_threshold)
+    original = type(module)
+    module.hot = HOTState(canonical_name(name), original, plan, config.seed, config.share, clock, probe)
+    module.__class__ = hot_class_of(original)
+
+
+def remove_hot(model: nn.Module) -> list[str]:
+    """Give every patched layer its class back; returns their names. A model without HOT is left as it is."""
+    removed = []
+    for name, module in model.named_modules():
+        if isinstance(module, HOTMixin):
+            module.__class__ = module.hot.original_class
+            del module.hot
+            removed.append(name)
+    return removed

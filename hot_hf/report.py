@@ -1,0 +1,123 @@
+"""What apply_hot did, layer by layer, and how much of the model that is."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import nn
+
+PATCHED = "patched"
+
+
+def _multiply_adds(module: nn.Module) -> int:
+    """Multiply-adds per position of the input; 0 for what does not multiply by a weight matrix."""
+    if isinstance(module, nn.Linear):
+        return module.in_features * module.out_features
+    if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
+        return module.weight.numel()
+    if type(module).__name__ == "Conv1D":  # transformers' transposed linear layer (GPT-2)
+        return module.weight.numel()
+    # Fused mixture-of-experts weights: 3-D parameters held directly by their module.
+    return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
+
+
+@dataclass(frozen=True)
+class ModuleRow:
+    """One layer: ``action`` is ``patched`` with its plan, or ``exact`` with the reason."""
+
+    name: str
+    kind: str
+    shape: tuple[int, int]
+    action: str
+    reason: str
+    parameters: int
+    multiply_adds: int
+
+    @classmethod
+    def of(cls, name: str, module: nn.Module, skip_reason: str | None, plan: str) -> ModuleRow:
+        return cls(
+            name or "(root)",
+            type(module).__name__.removeprefix("HOT"),
+            (module.out_features, module.in_features),
+            PATCHED if skip_reason is None else "exact",
+            plan if skip_reason is None else skip_reason,
+            sum(p.numel() for p in module.parameters(recurse=False)),
+            _multiply_adds(module),
+        )
+
+
+@dataclass
+class CoverageReport:
+    """Every linear layer and what became of it; other weights that multiply are counted in ``others``."""
+
+    model: str
+    total_parameters: int
+    total_multiply_adds: int
+    others: dict[str, tuple[int, int]]  # class name: (modules, parameters)
+    rows: list[ModuleRow] = field(default_factory=list)
+    aliases: dict[str, str] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, model: nn.Module) -> CoverageReport:
+        """An empty report with the totals of ``model``."""
+        others: dict[str, tuple[int, int]] = {}
+        for module in model.modules():
+            if not isinstance(module, nn.Linear) and _multiply_adds(module):
+                count, parameters = others.get(type(module).__name__, (0, 0))
+                own = sum(p.numel() for p in module.parameters(recurse=False))
+                others[type(module).__name__] = (count + 1, parameters + own)
+        return cls(
+            type(model).__name__,
+            sum(p.numel() for p in model.parameters()),
+            sum(_multiply_adds(m) for m in model.modules()),
+            others,
+        )
+
+    def alias(self, name: str, first_name: str) -> None:
+        """Note that a module was reached again under a second name."""
+        self.aliases[name] = first_name
+
+    @property
+    def patched(self) -> list[str]:
+        return [row.name for row in self.rows if row.action == PATCHED]
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Reason by name of every linear layer that stays exact."""
+        return {row.name: row.reason for row in self.rows if row.action != PATCHED}
+
+    def _share(self, attribute: str, total: int) -> float:
+        return sum(getattr(r, attribute) for r in self.rows if r.action == PATCHED) / total if total else 0.0
+
+    @property
+    def parameter_share(self) -> float:
+        """Share of all parameters that lie in patched layers."""
+        return self._share("parameters", self.total_parameters)
+
+    @property
+    def multiply_add_share(self) -> float:
+        """Share of the weight products' multiply-adds, counted per position of each layer's input."""
+        return self._share("multiply_adds", self.total_multiply_adds)
+
+    def __str__(self) -> str:
+        """Layers grouped by their last names, shapes and fates, largest first."""
+        groups: Counter = Counter()
+        for row in self.rows:
+            key = (row.name.rsplit(".", 1)[-1], row.kind, row.shape, row.action, row.reason)
+            groups[key] += 1
+        table = [("layer", "count", "out x in", "", "how / why")]
+        for (last, kind, shape, action, reason), count in groups.items():
+            table.append((f"{last} ({kind})", str(count), f"{shape[0]} x {shape[1]}", action, reason))
+        for kind, (count, parameters) in self.others.items():
+            table.append((kind, str(count), f"{parameters:,} param.", "exact", "not a linear layer"))
+        widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+        lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
+        lines.insert(1, "-" * max(map(len, lines)))
+        lines.append(
+            f"{self.model}: {len(self.patched)} of {len(self.rows)} linear layers patched, "
+            f"{self.parameter_share:.1%} of parameters, {self.multiply_add_share:.1%} of multiply-adds"
+        )
+        for name, first in self.aliases.items():
+            lines.append(f"{name} is {first} under a second name")
+        return "\n".join(lines)

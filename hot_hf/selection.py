@@ -1,0 +1,79 @@
+"""Layer-wise quantizer selection (LQS), measured in flight: SPEC section 7, DESIGN decision 6."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from .config import Plan
+from .ops import reference
+
+
+class GranularityProbe:
+    """Records one layer's 4-bit quantization errors of g while its gradients are still exact.
+
+    After ``batches`` recorded backwards ``choose`` gives the plan. In a single process the layer takes it by itself at
+    its next forward; with several, ``fix_selection`` adds the errors over ranks first, so that all choose alike.
+    """
+
+    def __init__(self, plan: Plan, batches: int, threshold: float) -> None:
+        self.plan, self.batches, self.threshold = plan, batches, threshold
+        self.recorded = 0
+        self.error_tensor: float | Tensor = 0.0
+        self.error_token: float | Tensor = 0.0
+
+    def record(self, g: Tensor) -> None:
+        """Add the squared Frobenius errors of the untransformed ``g`` (..., out_features), per tensor and per token."""
+        with torch.no_grad():
+            v = g.reshape(-1, g.shape[-1])
+            v = v.to(reference.compute_dtype(v))
+            errors = []
+            for dim in (None, 1):
+                q, scale = reference.quantize(v, 4, dim)
+                errors.append((q * scale[:, None] - v).square().sum())
+            # A non-finite gradient (a GradScaler's overflow step) says nothing about the layer.
+            if torch.isfinite(errors[0]) and torch.isfinite(errors[1]):
+                self.error_tensor = self.error_tensor + errors[0]
+                self.error_token = self.error_token + errors[1]
+                self.recorded += 1
+
+    def choose(self) -> Plan:
+        """per_token where ``e_token < threshold * e_tensor``, errors as Frobenius norms (SPEC section 7)."""
+        per_token = float(self.error_token) ** 0.5 < self.threshold * float(self.error_tensor) ** 0.5
+        return replace(self.plan, grad_input_granularity="per_token" if per_token else "per_tensor")
+
+    def ready(self) -> Plan | None:
+        """The choice, once enough was recorded; never inside a backward, where a recompute must repeat its forward."""
+        if self.recorded < self.batches or torch._C._current_graph_task_id() != -1:
+            return None
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            return None  # ranks saw different data: fix_selection decides for all
+        return self.choose()
+
+
+def fix_selection(model: nn.Module) -> dict[str, Plan]:
+    """End measuring now: reduce over ranks if there are several, and give every probed layer its plan.
+
+    Returns:
+        plan by layer name. A layer that recorded nothing gets per_token, the safer choice.
+    """
+    probed = [m.hot for m in model.modules() if getattr(m, "hot", None) is not None and m.hot.probe is not None]
+    if not probed:
+        return {}
+    errors = torch.tensor([[float(h.probe.error_tensor), float(h.probe.error_token)] for h in probed]).double()
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        device = next(model.parameters()).device
+        errors = errors.to(device)
+        torch.distributed.all_reduce(errors)
+        errors = errors.cpu()
+    chosen = {}
+    for hot, (error_tensor, error_token) in zip(probed, errors.tolist(), strict=True):
+        probe = hot.probe
+        probe.error_tensor, probe.error_token = error_tensor, error_token
+        unseen = error_tensor == error_token == 0
+        hot.plan = replace(probe.plan, grad_input_granularity="per_token") if unseen else probe.choose()
+        hot.probe = None
+        chosen[hot.name] = hot.plan
+    return chosen
