@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -43,17 +45,55 @@ class HOTFunction(torch.autograd.Function):
     def backward(ctx, grad_output):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, kept, scale = ctx.saved_tensors
-        g = grad_output.reshape(-1, grad_output.shape[-1])
         grad_x = grad_weight = grad_bias = None
-        # The caller's autocast may still be on; float products must run in the types chosen here.
-        with torch.autocast(g.device.type, enabled=False):
+        with _exact_types(grad_output.device.type), torch.no_grad():
+            g = grad_output.reshape(-1, grad_output.shape[-1])
             if needs_x:
                 grad_x = _grad_input(g, weight, ctx.plan, ctx.seed, ctx.x_dtype).reshape(ctx.x_shape)
             if needs_weight:
                 grad_weight = _grad_weight(g, kept, scale, ctx.plan, ctx.seed, ctx.x_shape[-1], ctx.weight_dtype)
             if needs_bias:
                 grad_bias = g.sum(0).to(ctx.bias_dtype)
+        if torch.is_grad_enabled():  # create_graph=True, and torch.func.grad, which always asks for it
+            grad_x, grad_weight, grad_bias = (
+                None if grad is None else _NotTwice.apply(grad, grad_output, weight, kept)
+                for grad in (grad_x, grad_weight, grad_bias)
+            )
         return grad_x, grad_weight, grad_bias, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx, *tangents):
+        raise NotImplementedError(f"hot_hf: HOT layers have no forward-mode derivative; {_REMEDY}")
+
+
+class _NotTwice(torch.autograd.Function):
+    """A gradient that says what is wrong when it is differentiated; it depends on g, the weight and the input."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(grad, grad_output, weight, kept) -> Tensor:
+        return grad.view_as(grad)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError(
+            "hot_hf: the gradient of a HOT layer was differentiated again (a gradient penalty or a Hessian product), "
+            f"but its backward is quantized and has no derivative; {_REMEDY}"
+        )
+
+
+_REMEDY = "call hot_hf.remove_hot(model) first, or leave these layers out with HOTConfig(exclude=[...])."
+
+
+def _exact_types(device_type: str):
+    """Autocast off: the caller's may still be on, and float products must run in the types chosen here."""
+    available = torch.amp.is_autocast_available(device_type)
+    return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
 def _grad_input(g: Tensor, weight: Tensor, plan: Plan, seed: int, dtype: torch.dtype) -> Tensor:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import threading
-import weakref
 from collections import OrderedDict
 
 import torch
 from torch import Tensor
+from torch.utils.weak import TensorWeakRef
 
 from . import ops
 from .config import Plan
@@ -33,7 +33,7 @@ class _Recent(threading.local):
         return packed, scale
 
     def add(self, key: tuple, x: Tensor, packed: Tensor, scale: Tensor) -> None:
-        self.entries[key] = (weakref.ref(x), x._version, weakref.ref(packed), weakref.ref(scale))
+        self.entries[key] = (TensorWeakRef(x), x._version, TensorWeakRef(packed), TensorWeakRef(scale))
         self.entries.move_to_end(key)
         while len(self.entries) > REMEMBERED:
             self.entries.popitem(last=False)
@@ -60,13 +60,13 @@ def compress(x: Tensor, plan: Plan, seed: int, share: bool) -> tuple[Tensor, Ten
         plan.block_size,
         plan.grad_weight_granularity == "per_feature",
         plan.rounding,
-        seed,
     )
     share = share and _shareable(x)
+    # Not keyed by the seed: layers that read one tensor keep one copy, rounded with the seed of the first of them.
     key = (id(x), *arguments)
     if share and (found := _recent.find(key, x)) is not None:
         return found
-    packed, scale = ops.compress(x.detach().reshape(-1, x.shape[-1]), *arguments)
+    packed, scale = ops.compress(x.detach().reshape(-1, x.shape[-1]), *arguments, seed)
     if share:
         _recent.add(key, x, packed, scale)
     return packed, scale

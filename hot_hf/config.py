@@ -17,7 +17,9 @@ GRAD_WEIGHT_GRANULARITIES = ("per_feature", "per_tensor")
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
-    if value not in allowed or isinstance(value, bool):
+    if not any(
+        type(value) is type(a) and value == a for a in allowed
+    ):  # neither 8.0 nor True passes for a whole number
         raise ValueError(f"HOTConfig.{name}={value!r} is not known; choose one of {list(allowed)}.")
 
 
@@ -142,12 +144,16 @@ class HOTConfig:
         _whole("seed", self.seed, 0, 2**62)
         _whole("min_features", self.min_features, 1)
         _whole("lqs_batches", self.lqs_batches, 1)
-        if not isinstance(self.lqs_threshold, (int, float)) or not 0 <= self.lqs_threshold <= 1:
+        if (
+            isinstance(self.lqs_threshold, bool)
+            or not isinstance(self.lqs_threshold, (int, float))
+            or not 0 <= self.lqs_threshold <= 1
+        ):
             raise ValueError(f"HOTConfig.lqs_threshold={self.lqs_threshold!r} must be a number from 0 to 1.")
         for name in ("include", "exclude", "linear_classes"):
             value = getattr(self, name)
-            if isinstance(value, str) or not all(isinstance(p, str) for p in value):
-                raise ValueError(f"HOTConfig.{name}={value!r} must be a list of strings, for example [{value!r}].")
+            if not isinstance(value, (list, tuple)) or not all(isinstance(p, str) for p in value):
+                raise ValueError(f"HOTConfig.{name}={value!r} must be a list of strings, for example ['*.q_proj'].")
             setattr(self, name, list(value))
         for name in ("skip_heads", "lora", "share"):
             if not isinstance(getattr(self, name), bool):
@@ -233,6 +239,8 @@ class HOTConfig:
         Raises:
             ValueError: for a key that is no field.
         """
+        if not isinstance(settings, dict):
+            raise ValueError(f"HOTConfig.from_dict takes a dictionary of its fields, not {settings!r}.")
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(settings) - set(known))
         if unknown:

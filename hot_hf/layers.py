@@ -78,5 +78,16 @@ _swapped: dict[type, type] = {nn.Linear: HOTLinear}
 def hot_class_of(cls: type) -> type:
     """The patched class of a Linear class; a subclass that was opted in gets one of its own, made once."""
     if cls not in _swapped:
-        _swapped[cls] = type(f"HOT{cls.__name__}", (HOTMixin, cls), {"__module__": __name__, "__doc__": cls.__doc__})
+        body = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce}
+        _swapped[cls] = type(f"HOT{cls.__name__}", (HOTMixin, cls), body)
     return _swapped[cls]
+
+
+def _reduce(module: HOTMixin, protocol: int):
+    """Copy and pickle by the original class: one made here cannot be imported by name."""
+    return _new_patched, (module.hot.original_class,), module.__dict__
+
+
+def _new_patched(cls: type) -> HOTMixin:
+    patched = hot_class_of(cls)
+    return patched.__new__(patched)

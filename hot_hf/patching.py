@@ -18,6 +18,7 @@ from .selection import GranularityProbe
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Routers send tokens by argmax: a noisy gradient there is a wrong expert, and they are a few columns wide anyway.
 HEAD_PATTERNS = ("lm_head", "*.lm_head", "*.router", "router", "*.gate", "gate", "*.shared_expert_gate")
+_WRAPPING = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER = re.compile(r"(^|\.)(lora_[A-Z]\w*|modules_to_save)\.")
 
 
@@ -27,8 +28,7 @@ class HOTPatchError(RuntimeError):
 
 def canonical_name(name: str) -> str:
     """A module's name without what PEFT wraps around it, so that patterns mean the same before and after LoRA."""
-    name = name.removeprefix("base_model.model.")
-    return name.removesuffix(".base_layer")
+    return _WRAPPING.sub("", name.removeprefix("base_model.model."))
 
 
 def matches(name: str, pattern: str) -> bool:
@@ -39,7 +39,8 @@ def matches(name: str, pattern: str) -> bool:
 def _output_embedding(model: nn.Module) -> nn.Module | None:
     getter = getattr(model, "get_output_embeddings", None)
     try:
-        return getter() if callable(getter) else None
+        head = getter() if callable(getter) else None
+        return getattr(head, "base_layer", head)  # the layer inside PEFT's wrapper
     except NotImplementedError:  # transformers: models without one
         return None
 
@@ -50,8 +51,8 @@ def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Mo
         return "not in include"
     if any(matches(name, p) for p in config.exclude):
         return "excluded"
-    kind = type(module)
-    if kind is not nn.Linear and not isinstance(module, HOTMixin) and kind.__name__ not in config.linear_classes:
+    kind = _original_class(module)
+    if kind is not nn.Linear and kind.__name__ not in config.linear_classes:
         if kind.__name__ == "NonDynamicallyQuantizableLinear":
             return "nn.MultiheadAttention reads its weight and never calls it"
         return f"subclass {kind.__name__} may have its own forward; opt in with linear_classes"
@@ -92,6 +93,16 @@ def _check_patchable(name: str, module: nn.Module) -> None:
             "dispatching the model (or accelerate.hooks.remove_hook_from_module first), or leave the layer out with "
             "HOTConfig(exclude=[...])."
         )
+    kind = _original_class(module)
+    if kind.forward is not nn.Linear.forward:
+        raise HOTPatchError(
+            f"{name or 'the root module'} is a {kind.__name__}, whose forward is its own: HOT's would take its place "
+            f"and what it adds be lost. Take {kind.__name__!r} out of HOTConfig.linear_classes."
+        )
+
+
+def _original_class(module: nn.Module) -> type:
+    return module.hot.original_class if isinstance(module, HOTMixin) else type(module)
 
 
 def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) -> CoverageReport:
@@ -160,11 +171,20 @@ def _patch(name: str, module: nn.Module, config: HOTConfig, clock: StepClock) ->
 
 
 def remove_hot(model: nn.Module) -> list[str]:
-    """Give every patched layer its class back; returns their names. A model without HOT is left as it is."""
-    removed = []
-    for name, module in model.named_modules():
-        if isinstance(module, HOTMixin):
-            module.__class__ = module.hot.original_class
-            del module.hot
-            removed.append(name)
-    return removed
+    """Give every patched layer its class back; returns their names. A model without HOT is left as it is.
+
+    Raises:
+        HOTPatchError: when something else has changed a layer's class since (parametrizations, fully_shard). Nothing
+            is changed then.
+    """
+    patched = [(name, module) for name, module in model.named_modules() if isinstance(module, HOTMixin)]
+    for name, module in patched:
+        if type(module) is not hot_class_of(module.hot.original_class):
+            raise HOTPatchError(
+                f"{name or 'the root module'} became a {type(module).__name__} after apply_hot, as parametrizations and "
+                "fully_shard do; undo that first, then call remove_hot or apply_hot."
+            )
+    for _, module in patched:
+        module.__class__ = module.hot.original_class
+        del module.hot
+    return [name for name, _ in patched]

@@ -26,6 +26,8 @@ class GranularityProbe:
 
     def record(self, g: Tensor) -> None:
         """Add the squared Frobenius errors of the untransformed ``g`` (..., out_features), per tensor and per token."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(g):
+            return  # its values belong to the transform and may not outlive it
         with torch.no_grad():
             v = g.reshape(-1, g.shape[-1])
             v = v.to(reference.compute_dtype(v))
