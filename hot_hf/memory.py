@@ -44,9 +44,7 @@ class SavedTensors:
         self._own = {t.untyped_storage().data_ptr() for t in (*self.model.parameters(), *self.model.buffers())}
         for name, module in self.model.named_modules():
             self._handles.append(module.register_forward_pre_hook(lambda m, args, n=name: self._stack.append(n)))
-            self._handles.append(
-                module.register_forward_hook(lambda m, args, out: self._stack.pop() and None, always_call=True)
-            )
+            self._handles.append(module.register_forward_hook(lambda m, args, out: self._leave(), always_call=True))
         self._hooks = torch.autograd.graph.saved_tensors_hooks(self._record, lambda t: t)
         self._hooks.__enter__()
         return self
@@ -57,6 +55,9 @@ class SavedTensors:
             handle.remove()
         self._handles.clear()
         self._alive.clear()
+
+    def _leave(self) -> None:  # a hook's return value other than None would replace the output
+        self._stack.pop()
 
     def _record(self, tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
