@@ -181,7 +181,7 @@ def remove_hot(model: nn.Module) -> list[str]:
     for name, module in patched:
         if type(module) is not hot_class_of(module.hot.original_class):
             raise HOTPatchError(
-                f"{name or 'the root module'} became a {type(module).__name__} after apply_hot, as parametrizations and "
+                f"{name or 'the root module'} is a {type(module).__name__} since apply_hot, as parametrizations and "
                 "fully_shard do; undo that first, then call remove_hot or apply_hot."
             )
     for _, module in patched:
