@@ -136,8 +136,9 @@ def quantize(v: Tensor, bits: int, dim: int | None, rounding: str = "nearest", s
     finite = torch.isfinite(absmax)
     live = finite & (absmax >= SMALLEST_ABSMAX)
     safe = torch.where(live, absmax, 1.0)
-    scale = torch.where(live, safe / qmax, torch.where(finite, 0.0, torch.nan))
-    scaled = torch.where(live, v * (qmax / safe), 0.0)
+    limit = torch.full_like(safe, qmax)  # a Python number would become a reciprocal and a product: two roundings
+    scale = torch.where(live, safe / limit, torch.where(finite, 0.0, torch.nan))
+    scaled = torch.where(live, v * (limit / safe), 0.0)
     q = round_values(scaled, rounding, seed).clamp(-qmax, qmax).to(torch.int8)
     return q, scale.reshape(-1).to(v.dtype)
 
