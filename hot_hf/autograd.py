@@ -61,10 +61,6 @@ class HOTFunction(torch.autograd.Function):
             )
         return grad_x, grad_weight, grad_bias, None, None, None, None
 
-    @staticmethod
-    def jvp(ctx, *tangents):
-        raise NotImplementedError(f"hot_hf: HOT layers have no forward-mode derivative; {_REMEDY}")
-
 
 class _NotTwice(torch.autograd.Function):
     """A gradient that says what is wrong when it is differentiated; it depends on g, the weight and the input."""
