@@ -230,7 +230,7 @@ def pack_int4(q: Tensor) -> Tensor:
     """int8 (rows, columns) in [-8, 7] to uint8 (rows, ceil(columns / 2)); the even column is the low nibble."""
     if q.shape[1] % 2:
         q = torch.nn.functional.pad(q, (0, 1))
-    pairs = q.view(torch.uint8).view(q.shape[0], -1, 2)
+    pairs = q.view(torch.uint8).view(q.shape[0], q.shape[1] // 2, 2)
     return (pairs[..., 0] & 0xF) | (pairs[..., 1] << 4)
 
 
@@ -238,5 +238,5 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
     """The inverse of ``pack_int4``: uint8 (rows, ceil(columns / 2)) to int8 (rows, columns)."""
     both = packed.view(torch.int8)
     # Arithmetic shifts carry the sign of each nibble.
-    q = torch.stack(((both << 4) >> 4, both >> 4), -1).reshape(packed.shape[0], -1)
+    q = torch.stack(((both << 4) >> 4, both >> 4), -1).reshape(packed.shape[0], 2 * packed.shape[1])
     return q[:, :columns]
