@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -10,9 +11,12 @@ from torch import Tensor, nn
 
 from .autograd import HOTFunction
 from .buffer import compress
-from .config import Plan
+from .config import HOTConfig, Plan
 from .rounding import StepClock, layer_seed
 from .selection import GranularityProbe
+
+if TYPE_CHECKING:
+    from .monitor import KeptMeter
 
 
 @dataclass
@@ -27,6 +31,47 @@ class HOTState:
     clock: StepClock = field(default_factory=StepClock)
     probe: GranularityProbe | None = None
     called: bool = False
+    config: HOTConfig | None = None  # of the whole model, shared by its layers
+    meter: KeptMeter | None = None  # counts what is kept while a callback measures
+
+    def enter(self) -> None:
+        """What every forward does first: note the call, and take lqs' choice when it is ready."""
+        if not torch.compiler.is_compiling():
+            self.called = True
+        if self.probe is not None and (choice := self.probe.ready()) is not None:
+            self.plan, self.probe = choice, None
+
+
+def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
+    """``F.linear(x, weight, bias)``, bit for bit, with the backward that ``hot`` plans.
+
+    ``weight`` may be a view of the Parameter; ``part`` names it where one module holds several.
+    """
+    plan = hot.plan
+    needs_product = x.requires_grad or weight.requires_grad
+    if plan.exact or not needs_product or not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)
+    if not x.is_floating_point():
+        raise TypeError(
+            f"{hot.name or 'the root module'}: HOT layers take floating-point inputs, got {x.dtype}; "
+            "convert the input, or leave this layer out with HOTConfig(exclude=[...])."
+        )
+    if hot.probe is not None:  # measuring: exact meanwhile
+        y = F.linear(x, weight, bias)
+        y.register_hook(hot.probe.record)
+        return y
+    seed = 0
+    if plan.rounding == "stochastic":
+        seed = layer_seed(hot.seed, f"{hot.name}.{part}" if part else hot.name, hot.clock.forward())
+    kept = scale = None
+    if weight.requires_grad:
+        kept, scale = (x, None) if plan.activation_format == "none" else compress(x, plan, seed, hot.share)
+        if hot.meter is not None and not torch.compiler.is_compiling():
+            hot.meter.add(kept, scale)
+    y = HOTFunction.apply(x, weight, bias, kept, scale, plan, seed)
+    if plan.rounding == "stochastic":
+        y.register_hook(hot.clock.backward)
+    return y
 
 
 class HOTMixin:
@@ -35,34 +80,8 @@ class HOTMixin:
     hot: HOTState
 
     def forward(self, x: Tensor) -> Tensor:
-        hot, weight = self.hot, self.weight
-        if not torch.compiler.is_compiling():
-            hot.called = True
-        if hot.probe is not None and (choice := hot.probe.ready()) is not None:
-            hot.plan, hot.probe = choice, None
-        plan = hot.plan
-        needs_product = x.requires_grad or weight.requires_grad
-        if plan.exact or not needs_product or not torch.is_grad_enabled():
-            return F.linear(x, weight, self.bias)
-        if not x.is_floating_point():
-            raise TypeError(
-                f"{hot.name or 'the root module'}: HOT layers take floating-point inputs, got {x.dtype}; "
-                "convert the input, or leave this layer out with HOTConfig(exclude=[...])."
-            )
-        if hot.probe is not None:  # measuring: exact meanwhile
-            y = F.linear(x, weight, self.bias)
-            y.register_hook(hot.probe.record)
-            return y
-        seed = 0
-        if plan.rounding == "stochastic":
-            seed = layer_seed(hot.seed, hot.name, hot.clock.forward())
-        kept = scale = None
-        if weight.requires_grad:
-            kept, scale = (x, None) if plan.activation_format == "none" else compress(x, plan, seed, hot.share)
-        y = HOTFunction.apply(x, weight, self.bias, kept, scale, plan, seed)
-        if plan.rounding == "stochastic":
-            y.register_hook(hot.clock.backward)
-        return y
+        self.hot.enter()
+        return hot_linear(self.hot, x, self.weight, self.bias)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, hot={self.hot.plan.label()}"
@@ -70,24 +89,3 @@ class HOTMixin:
 
 class HOTLinear(HOTMixin, nn.Linear):
     """A patched nn.Linear."""
-
-
-_swapped: dict[type, type] = {nn.Linear: HOTLinear}
-
-
-def hot_class_of(cls: type) -> type:
-    """The patched class of a Linear class; a subclass that was opted in gets one of its own, made once."""
-    if cls not in _swapped:
-        body = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce}
-        _swapped[cls] = type(f"HOT{cls.__name__}", (HOTMixin, cls), body)
-    return _swapped[cls]
-
-
-def _reduce(module: HOTMixin, protocol: int):
-    """Copy and pickle by the original class: one made here cannot be imported by name."""
-    return _new_patched, (module.hot.original_class,), module.__dict__
-
-
-def _new_patched(cls: type) -> HOTMixin:
-    patched = hot_class_of(cls)
-    return patched.__new__(patched)

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from fnmatch import fnmatchcase
+from types import MethodType
 
 import torch
 from torch import nn
 
 from .config import HOTConfig
-from .layers import HOTMixin, HOTState, hot_class_of
+from .kinds import LINEAR, features, hot_class_of, is_linear, kind_of, original_class
+from .layers import HOTMixin, HOTState
 from .report import CoverageReport, ModuleRow
 from .rounding import StepClock
 from .selection import GranularityProbe
@@ -51,11 +54,11 @@ def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Mo
         return "not in include"
     if any(matches(name, p) for p in config.exclude):
         return "excluded"
-    kind = _original_class(module)
-    if kind is not nn.Linear and kind.__name__ not in config.linear_classes:
-        if kind.__name__ == "NonDynamicallyQuantizableLinear":
+    kind, cls = kind_of(module), original_class(module)
+    if kind is None and cls.__name__ not in config.linear_classes:
+        if cls.__name__ == "NonDynamicallyQuantizableLinear":
             return "nn.MultiheadAttention reads its weight and never calls it"
-        return f"subclass {kind.__name__} may have its own forward; opt in with linear_classes"
+        return f"subclass {cls.__name__} may have its own forward; opt in with linear_classes"
     adapter = _ADAPTER.search(name)
     if adapter is not None and adapter.group(2).startswith("lora_"):
         if not adapter.group(2).startswith("lora_A"):
@@ -67,10 +70,11 @@ def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Mo
         return None  # out_features is r, narrow on purpose: what counts is the kept input
     if config.skip_heads and (module is head or any(matches(name, p) for p in HEAD_PATTERNS)):
         return "output head or router (skip_heads)"
-    if min(module.in_features, module.out_features) < config.min_features:
+    if min(features(module)) < config.min_features:
         return f"narrower than min_features={config.min_features}"
-    if module.weight.dtype not in SUPPORTED_DTYPES:
-        return f"unsupported dtype {module.weight.dtype}"
+    dtype = (kind or LINEAR).weight(module).dtype
+    if dtype not in SUPPORTED_DTYPES:
+        return f"unsupported dtype {dtype}"
     if config.plan(lambda p: matches(name, p)).exact:
         return "configured exact"
     return None
@@ -80,29 +84,27 @@ def _named_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | Non
     """(name, module, first name it was seen under) of every linear layer, aliases included."""
     seen: dict[int, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        if isinstance(module, nn.Linear):
+        if is_linear(module):
             yield name, module, seen.get(id(module))
             seen.setdefault(id(module), name)
 
 
 def _check_patchable(name: str, module: nn.Module) -> None:
-    if "forward" in module.__dict__:
+    cls = original_class(module)
+    own = module.__dict__.get("forward")
+    # What accelerate's hooks call, and the plain method they leave behind when removed, follow the class swap.
+    inner = module.__dict__.get("_old_forward") if hasattr(module, "_hf_hook") else own
+    if own is not None and getattr(inner, "__func__", None) is not type(module).forward:
         raise HOTPatchError(
-            f"{name or 'the root module'} carries a forward of its own ({module.__dict__['forward']!r}), as "
-            "accelerate's hooks and tensor parallelism install it; HOT's would never run. Call apply_hot before "
-            "dispatching the model (or accelerate.hooks.remove_hook_from_module first), or leave the layer out with "
-            "HOTConfig(exclude=[...])."
+            f"{name or 'the root module'} carries a forward of its own ({own!r}), as tensor parallelism and other "
+            "wrappers install it; HOT's would never run. Call apply_hot before wrapping the model, or leave the layer "
+            "out with HOTConfig(exclude=[...])."
         )
-    kind = _original_class(module)
-    if kind.forward is not nn.Linear.forward:
+    if kind_of(module) is None and cls.forward is not nn.Linear.forward:
         raise HOTPatchError(
-            f"{name or 'the root module'} is a {kind.__name__}, whose forward is its own: HOT's would take its place "
-            f"and what it adds be lost. Take {kind.__name__!r} out of HOTConfig.linear_classes."
+            f"{name or 'the root module'} is a {cls.__name__}, whose forward is its own: HOT's would take its place "
+            f"and what it adds be lost. Take {cls.__name__!r} out of HOTConfig.linear_classes."
         )
-
-
-def _original_class(module: nn.Module) -> type:
-    return module.hot.original_class if isinstance(module, HOTMixin) else type(module)
 
 
 def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) -> CoverageReport:
@@ -148,7 +150,7 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
             _check_patchable(name, module)
             to_patch.append((name, module))
         report.rows.append(ModuleRow.of(name, module, reason, config.plan(lambda p, n=name: matches(n, p)).label()))
-    if not to_patch:
+    if not to_patch and "configured exact" not in report.skipped.values():
         raise HOTPatchError(
             f"apply_hot found nothing to patch in {type(model).__name__}:\n{report}\n"
             "Widen include, shorten exclude, or lower min_features."
@@ -162,12 +164,25 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
 
 def _patch(name: str, module: nn.Module, config: HOTConfig, clock: StepClock) -> None:
     plan = config.plan(lambda p: matches(name, p))
+    kind = kind_of(module) or LINEAR
     probe = None
     if plan.grad_input_bits is not None and plan.grad_input_granularity == "lqs":
-        probe = GranularityProbe(plan, config.lqs_batches, config.lqs_threshold)
+        if kind.measured:
+            probe = GranularityProbe(plan, config.lqs_batches, config.lqs_threshold)
+        else:
+            plan = replace(plan, grad_input_granularity="per_token")
     original = type(module)
-    module.hot = HOTState(canonical_name(name), original, plan, config.seed, config.share, clock, probe)
-    module.__class__ = hot_class_of(original)
+    module.hot = HOTState(canonical_name(name), original, plan, config.seed, config.share, clock, probe, config=config)
+    _swap_class(module, hot_class_of(original, kind.mixin))
+
+
+def _swap_class(module: nn.Module, cls: type) -> None:
+    """Change the class, and with it the bound forward that accelerate's hooks remember (DESIGN decision 1)."""
+    old = type(module).forward
+    module.__class__ = cls
+    for attribute in ("forward", "_old_forward"):
+        if getattr(module.__dict__.get(attribute), "__func__", None) is old:
+            module.__dict__[attribute] = MethodType(cls.forward, module)
 
 
 def remove_hot(model: nn.Module) -> list[str]:
@@ -185,6 +200,6 @@ def remove_hot(model: nn.Module) -> list[str]:
                 "fully_shard do; undo that first, then call remove_hot or apply_hot."
             )
     for _, module in patched:
-        module.__class__ = module.hot.original_class
+        _swap_class(module, module.hot.original_class)
         del module.hot
     return [name for name, _ in patched]

@@ -7,19 +7,21 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
+from .kinds import CONV1D, features, is_linear, kind_of, original_class
+
 PATCHED = "patched"
 
 
 def _multiply_adds(module: nn.Module) -> int:
     """Multiply-adds per position of the input; 0 for what does not multiply by a weight matrix."""
-    if isinstance(module, nn.Linear):
-        return module.in_features * module.out_features
+    if isinstance(module, nn.Linear) or kind_of(module) is CONV1D:
+        out_features, in_features = features(module)
+        return out_features * in_features
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return module.weight.numel()
-    if type(module).__name__ == "Conv1D":  # transformers' transposed linear layer (GPT-2)
-        return module.weight.numel()
-    # Fused mixture-of-experts weights: 3-D parameters held directly by their module.
-    return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3)
+    # Fused mixture-of-experts weights: 3-D parameters held directly by their module. A leading 1 is a position
+    # embedding or a class token, which is added.
+    return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1)
 
 
 @dataclass(frozen=True)
@@ -38,8 +40,8 @@ class ModuleRow:
     def of(cls, name: str, module: nn.Module, skip_reason: str | None, plan: str) -> ModuleRow:
         return cls(
             name or "(root)",
-            type(module).__name__.removeprefix("HOT"),
-            (module.out_features, module.in_features),
+            original_class(module).__name__,
+            features(module),
             PATCHED if skip_reason is None else "exact",
             plan if skip_reason is None else skip_reason,
             sum(p.numel() for p in module.parameters(recurse=False)),
@@ -63,7 +65,7 @@ class CoverageReport:
         """An empty report with the totals of ``model``."""
         others: dict[str, tuple[int, int]] = {}
         for module in model.modules():
-            if not isinstance(module, nn.Linear) and _multiply_adds(module):
+            if not is_linear(module) and _multiply_adds(module):
                 count, parameters = others.get(type(module).__name__, (0, 0))
                 own = sum(p.numel() for p in module.parameters(recurse=False))
                 others[type(module).__name__] = (count + 1, parameters + own)

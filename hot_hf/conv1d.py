@@ -1,0 +1,32 @@
+"""Layers whose product is nn.Linear's but whose forward is written otherwise; each stays bit-identical to its own."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .layers import HOTMixin, hot_linear
+
+
+class HOTConv1DMixin(HOTMixin):
+    """transformers' Conv1D (GPT-2 and its kin): the weight is (in, out). Its addmm of two matrices, then a view."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hot.enter()
+        # The transposed weight is a view: the gradient comes back through it in the Parameter's own layout.
+        y = hot_linear(self.hot, x.reshape(-1, x.shape[-1]), self.weight.t(), self.bias)
+        return y.view(*x.shape[:-1], self.nf)
+
+    def extra_repr(self) -> str:
+        return f"nf={self.nf}, nx={self.nx}, hot={self.hot.plan.label()}"
+
+    def __repr__(self) -> str:
+        return f"HOTConv1D({self.extra_repr()})"
+
+
+class HOTFalconMixin(HOTMixin):
+    """FalconLinear: the bias is added after the product has been rounded, which differs in half precision."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.hot.enter()
+        y = hot_linear(self.hot, x, self.weight, None)
+        return y if self.bias is None else y + self.bias
