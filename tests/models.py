@@ -1,6 +1,7 @@
 """Tiny random models for the tests, and the few measures they are compared with."""
 
 import copy
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +65,7 @@ def tiny_bert(layers: int = 2, labels: int = 2, **settings):
 def mlp(*sizes: int, **factory) -> nn.Sequential:
     """Linear layers of ``sizes`` with GELU between them."""
     layers: list[nn.Module] = []
-    for inner, outer in zip(sizes[:-1], sizes[1:], strict=True):
+    for inner, outer in pairwise(sizes):
         layers += [nn.Linear(inner, outer, **factory), nn.GELU()]
     return nn.Sequential(*layers[:-1])
 
