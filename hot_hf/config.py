@@ -14,6 +14,7 @@ CONFIG_NAME = "hot_config.json"
 ACTIVATION_FORMATS = (*FORMATS, "none")
 GRAD_INPUT_GRANULARITIES = ("per_token", "per_tensor", "lqs")
 GRAD_WEIGHT_GRANULARITIES = ("per_feature", "per_tensor")
+COMPRESSIONS = ("inputs", "block")
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
@@ -127,6 +128,13 @@ class HOTConfig:
     share: bool = field(
         default=True, metadata={"help": "Layers that read the same tensor (q/k/v, gate/up) keep one packed copy."}
     )
+    compress: str = field(
+        default="inputs",
+        metadata={
+            "help": "inputs: the kept inputs of patched layers; block: also what norms, activation functions, attention, "
+            "products and dropout keep in the blocks around them (docs/memory.md)."
+        },
+    )
     lqs_batches: int = field(default=4, metadata={"help": "Micro-batches that lqs measures, exact meanwhile."})
     lqs_threshold: float = field(
         default=0.5, metadata={"help": "lqs takes per_token scales where e_token < lqs_threshold * e_tensor."}
@@ -141,6 +149,7 @@ class HOTConfig:
         _one_of("grad_weight_granularity", self.grad_weight_granularity, GRAD_WEIGHT_GRANULARITIES)
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         _one_of("rounding", self.rounding, ROUNDINGS)
+        _one_of("compress", self.compress, COMPRESSIONS)
         _whole("seed", self.seed, 0, 2**62)
         _whole("min_features", self.min_features, 1)
         _whole("lqs_batches", self.lqs_batches, 1)

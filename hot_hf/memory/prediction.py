@@ -1,0 +1,334 @@
+"""Training memory predicted from a configuration alone: the real forward, run on meta tensors, which hold no data.
+
+Nothing is modelled by formula but the attention kernel and the optimizer: the model's own code runs, HOT patches it as
+it would a real one, and what autograd saves is counted as ``measure`` counts it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ..block import find_blocks
+from ..config import PRESETS, HOTConfig
+from ..patching import apply_hot
+from ..selection import fix_selection
+from .saved import Measurement, measure
+
+METHODS = ("exact", "hot", *(p for p in PRESETS if p != "default"), "block", "lora", "checkpointing")
+OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "momentum", "sgd")
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes of one training step. ``activations`` is what the forward keeps; ``recompute`` is what the largest
+    checkpointed block keeps on top while its backward runs. Not in it: the allocator's slack, temporary tensors of
+    single operations, the library's own contexts."""
+
+    method: str
+    batch: int
+    length: int | None
+    parameters: int
+    gradients: int
+    optimizer: int
+    activations: int
+    recompute: int
+    kept: Measurement
+
+    PARTS = ("parameters", "gradients", "optimizer", "activations", "recompute")
+
+    @property
+    def total(self) -> int:
+        return sum(getattr(self, part) for part in self.PARTS)
+
+
+class Method:
+    """A ``+``-joined list of METHODS, read: which HOTConfig, LoRA or not, checkpointing or not.
+
+    Raises:
+        ValueError: for a part that is not known, or two presets at once.
+    """
+
+    def __init__(self, text: str) -> None:
+        parts = [p.strip() for p in text.lower().split("+")]
+        unknown = [p for p in parts if p not in METHODS]
+        if unknown:
+            raise ValueError(f"method {text!r}: {unknown} not known; join any of {list(METHODS)} with '+'.")
+        presets = [p for p in parts if p in PRESETS]
+        if len(presets) > 1:
+            raise ValueError(f"method {text!r} names {len(presets)} presets, {presets}; give one.")
+        self.text = "+".join(parts)
+        self.lora = "lora" in parts
+        self.checkpointing = "checkpointing" in parts
+        self.config: HOTConfig | None = None
+        if presets or "hot" in parts or "block" in parts:
+            changes: dict[str, Any] = {"compress": "block"} if "block" in parts else {}
+            self.config = HOTConfig.from_preset(*presets or ["default"], lora=self.lora, **changes)
+
+
+class _MetaForward(TorchFunctionMode):
+    """What a meta tensor cannot answer, answered as real training without padding would.
+
+    Fused attention, whose choice depends on the device, keeps q, k, v, the mask, its output (laid out by token, as the
+    kernels write it) and one float32 logsumexp per row. On the CPU attention with dropout is not fused: its parts run.
+    """
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.Tensor.__bool__:  # "is this mask all ones", "is nothing packed here"
+            return True
+        if func is F.scaled_dot_product_attention and (self.device != "cpu" or not _dropout(args, kwargs)):
+            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
+            query, key, value = (kwargs.get(n, args[i] if i < len(args) else None) for i, n in enumerate(_QKV))
+            return _FusedAttention.apply(query, key, value, mask)
+        if func is F.dropout and self.device != "cpu":
+            return _device_dropout(*args, **kwargs)
+        return func(*args, **kwargs)
+
+
+_QKV = ("query", "key", "value")
+
+
+def _dropout(args, kwargs) -> float:
+    return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+
+
+def _device_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return torch.native_dropout(input, p, True)[0] if training and p else input  # keeps a mask of bool
+
+
+class _FusedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        *batch, heads, length, _ = query.shape
+        out = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
+        logsumexp = query.new_empty((*batch, heads, length), dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, mask, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise RuntimeError("hot_hf.memory.estimate runs forwards only")
+
+
+def load_config(source: Any):
+    """A transformers configuration from one, a dict, a local folder or JSON file, or a name on the hub."""
+    from transformers import AutoConfig, PretrainedConfig
+
+    if isinstance(source, PretrainedConfig):
+        return source
+    if isinstance(source, dict):
+        settings = dict(source)
+        if "model_type" not in settings:
+            raise ValueError("a configuration given as a dict needs 'model_type', for example 'llama'.")
+        return AutoConfig.for_model(settings.pop("model_type"), **settings)
+    path = Path(str(source)).expanduser()
+    if path.is_file():
+        import json
+
+        return load_config(json.loads(path.read_text()))
+    return AutoConfig.from_pretrained(str(path) if path.exists() else str(source))
+
+
+def _model_class(config, task: str | None):
+    import transformers
+
+    by_task = {
+        "causal-lm": transformers.AutoModelForCausalLM,
+        "masked-lm": transformers.AutoModelForMaskedLM,
+        "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
+        "image-classification": transformers.AutoModelForImageClassification,
+        "sequence-classification": transformers.AutoModelForSequenceClassification,
+        "token-classification": transformers.AutoModelForTokenClassification,
+    }
+    if task is not None:
+        if task not in by_task:
+            raise ValueError(f"task {task!r} is not known; choose one of {sorted(by_task)}.")
+        return by_task[task]._model_mapping[type(config)]
+    named = [getattr(transformers, name, None) for name in config.architectures or []]
+    for cls in named:
+        if cls is not None and "For" in cls.__name__:
+            return cls
+    for auto in by_task.values():
+        if type(config) in auto._model_mapping:
+            return auto._model_mapping[type(config)]
+    raise ValueError(f"no model class with a loss is known for {type(config).__name__}; name one with task.")
+
+
+def build(config, method: Method, *, task: str | None, dtype: torch.dtype, lora_rank: int) -> nn.Module:
+    """The model of ``config`` under ``method``, on the meta device, ready to train."""
+    with torch.device("meta"):
+        model = _model_class(config, task)._from_config(config, dtype=dtype)
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = False
+        if method.checkpointing:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        if method.lora:
+            from peft import LoraConfig, get_peft_model
+
+            model = get_peft_model(model, LoraConfig(r=lora_rank, target_modules="all-linear", **_peft_task(model)))
+    if method.config is not None:
+        apply_hot(model, method.config)
+        fix_selection(model)  # the lasting state, not that of the first micro-batches
+    return model.train()
+
+
+def _peft_task(model: nn.Module) -> dict[str, str]:
+    """PEFT keeps the output layer trainable and whole when it knows the task."""
+    tasks = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    for ending, task in tasks.items():
+        if type(model).__name__.endswith(ending):
+            return {"task_type": task}
+    if type(model).__name__.endswith("ForImageClassification"):
+        return {"modules_to_save": ["classifier"]}
+    return {}
+
+
+def example_batch(model: nn.Module, batch: int, length: int | None) -> dict[str, Tensor]:
+    """A batch of the model's main input, with labels, on the device of ``model``; no padding.
+
+    Raises:
+        ValueError: when the model takes neither tokens nor pixels.
+    """
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    config, name, device = inner.config, inner.main_input_name, next(model.parameters()).device
+    if name == "pixel_values":
+        size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size,) * 2
+        dtype = next(model.parameters()).dtype
+        pixels = torch.zeros(batch, getattr(config, "num_channels", 3), *size, dtype=dtype, device=device)
+        return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long, device=device)}
+    if name != "input_ids":
+        raise ValueError(f"{type(inner).__name__} takes {name!r}; estimate knows input_ids and pixel_values.")
+    tokens = torch.zeros(batch, length or default_length(config), dtype=torch.long, device=device)
+    per_sequence = "ForSequenceClassification" in type(inner).__name__
+    return {"input_ids": tokens, "labels": tokens[:, 0].contiguous() if per_sequence else tokens.clone()}
+
+
+def default_length(config) -> int | None:
+    """512 tokens, or fewer where the model's positions end before; None for models of images."""
+    if getattr(config, "image_size", None) is not None:
+        return None
+    return min(512, getattr(config, "max_position_embeddings", None) or 512)
+
+
+def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
+    """State of ``optimizer`` for the trainable parameters, as torch, transformers and bitsandbytes allocate it."""
+    total = 0
+    for p in model.parameters():
+        if not p.requires_grad:
+            continue
+        if optimizer == "adamw":
+            total += 2 * p.numel() * p.element_size() + 4  # and the step
+        elif optimizer == "adamw_8bit":  # bitsandbytes: small tensors stay whole; one float32 scale per 256 values
+            total += 2 * (p.numel() + 4 * -(-p.numel() // 256)) if p.numel() >= 4096 else 8 * p.numel()
+        elif optimizer == "adafactor":
+            total += 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.dim() > 1 else p.numel())
+        elif optimizer == "momentum":
+            total += p.numel() * p.element_size()
+        elif optimizer != "sgd":
+            raise ValueError(f"optimizer {optimizer!r} is not known; choose one of {list(OPTIMIZERS)}.")
+    return total
+
+
+class Estimator:
+    """One configuration under one method; ``at(batch)`` gives the Estimate. Arguments as ``estimate``."""
+
+    def __init__(
+        self,
+        source: Any,
+        *,
+        length: int | None = None,
+        method: str = "hot",
+        optimizer: str = "adamw",
+        lora: int = 8,
+        dtype: torch.dtype = torch.float32,
+        task: str | None = None,
+        device: str | None = None,
+    ) -> None:
+        self.config = load_config(source)
+        self.method = Method(method)
+        self.length = length or default_length(self.config)
+        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        options = {"task": task, "dtype": dtype, "lora_rank": lora}
+        self.model = build(self.config, self.method, **options)
+        trainable = [p for p in self.model.parameters() if p.requires_grad]
+        self.fixed = {
+            "parameters": sum(p.numel() * p.element_size() for p in self.model.parameters()),
+            "gradients": sum(p.numel() * p.element_size() for p in trainable),
+            "optimizer": optimizer_bytes(self.model, optimizer),
+        }
+        self.whole = None  # the same without checkpointing: what a recomputed block holds
+        if self.method.checkpointing:
+            plain = Method("+".join(p for p in self.method.text.split("+") if p not in ("checkpointing", "block")))
+            self.whole = build(self.config, plain, **options)
+
+    def _measure(self, model: nn.Module, batch: int) -> Measurement:
+        with _MetaForward(self.device):
+            return measure(model, example_batch(model, batch, self.length))
+
+    def at(self, batch: int) -> Estimate:
+        if batch < 1:
+            raise ValueError(f"batch={batch} must be at least 1.")
+        kept = self._measure(self.model, batch)
+        recompute = 0
+        if self.whole is not None:
+            owners = self._measure(self.whole, batch).by("owner")
+            for block in find_blocks(self.whole):
+                inside = sum(n for owner, n in owners.items() if owner == block or owner.startswith(f"{block}."))
+                recompute = max(recompute, inside)
+        return Estimate(
+            self.method.text,
+            batch,
+            self.length,
+            **self.fixed,
+            activations=kept.total_bytes,
+            recompute=recompute,
+            kept=kept,
+        )
+
+
+def estimate(source: Any, batch: int = 8, length: int | None = None, method: str = "hot", **options) -> Estimate:
+    """Predict what training needs, without weights, data or an accelerator.
+
+    Args:
+        source: a transformers configuration, a dict with ``model_type``, a local folder or JSON file, or a hub name.
+        batch, length: sequences (or images) per step and tokens per sequence, without padding.
+        method: a '+'-joined list of METHODS: "exact", "hot" or a preset, "block", "lora", "checkpointing".
+        optimizer: one of OPTIMIZERS. lora: rank of adapters on all linear layers, for methods with "lora".
+        dtype: of the weights. Training is in that type: autocast is not modelled.
+        task: as the ``task`` of hot-hf estimate, when the configuration names no architecture.
+        device: "cpu" or "cuda", whose kernels decide what attention and dropout keep; by default what this machine has.
+
+    Returns:
+        an Estimate, in bytes.
+
+    Raises:
+        ValueError: for an unknown method, optimizer or task, or a model that takes neither tokens nor pixels.
+    """
+    return Estimator(source, length=length, method=method, **options).at(batch)
+
+
+def largest_batch(estimator: Estimator, memory: int) -> int:
+    """The largest batch whose estimate is at most ``memory`` bytes; 0 when one example does not fit.
+
+    Bytes grow linearly with the batch: two points give the line, and its answer is checked and corrected.
+    """
+    one, two = estimator.at(1).total, estimator.at(2).total
+    if one > memory:
+        return 0
+    batch = max(1, 1 + (memory - one) // max(two - one, 1))
+    while batch > 1 and estimator.at(batch).total > memory:
+        batch -= 1
+    while estimator.at(batch + 1).total <= memory:
+        batch += 1
+    return batch
