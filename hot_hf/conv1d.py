@@ -13,8 +13,12 @@ class HOTConv1DMixin(HOTMixin):
     def forward(self, x: Tensor) -> Tensor:
         self.hot.enter()
         # The transposed weight is a view: the gradient comes back through it in the Parameter's own layout.
-        y = hot_linear(self.hot, x.reshape(-1, x.shape[-1]), self.weight.t(), self.bias)
+        y = hot_linear(self.hot, x.reshape(-1, x.shape[-1]), self.matrix, self.bias)
         return y.view(*x.shape[:-1], self.nf)
+
+    @property
+    def matrix(self) -> Tensor:
+        return self.weight.t()
 
     def extra_repr(self) -> str:
         return f"nf={self.nf}, nx={self.nx}, hot={self.hot.plan.label()}"

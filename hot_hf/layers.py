@@ -83,6 +83,11 @@ class HOTMixin:
         self.hot.enter()
         return hot_linear(self.hot, x, self.weight, self.bias)
 
+    @property
+    def matrix(self) -> Tensor:
+        """The weight as (out_features, in_features)."""
+        return self.weight
+
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, hot={self.hot.plan.label()}"
 

@@ -185,6 +185,11 @@ def _swap_class(module: nn.Module, cls: type) -> None:
             module.__dict__[attribute] = MethodType(cls.forward, module)
 
 
+def config_of(model: nn.Module) -> HOTConfig | None:
+    """The configuration that ``model`` was patched with, or None where no layer is patched."""
+    return next((m.hot.config for m in model.modules() if isinstance(m, HOTMixin)), None)
+
+
 def remove_hot(model: nn.Module) -> list[str]:
     """Give every patched layer its class back; returns their names. A model without HOT is left as it is.
 

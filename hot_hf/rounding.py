@@ -31,7 +31,7 @@ class StepClock:
     """The step number of one model, shared by its layers.
 
     It advances at the first forward after a backward, but never inside a backward: a checkpointed recompute sees the
-    step of the forward that it repeats. ``HOTCallback`` or a loop of one's own may set ``step`` instead.
+    step of the forward that it repeats. ``HOTCallback`` or a loop of one's own may ``set`` it instead.
     """
 
     def __init__(self) -> None:
@@ -47,3 +47,7 @@ class StepClock:
 
     def backward(self, grad=None) -> None:
         self._backward_seen = True
+
+    def set(self, step: int) -> None:
+        """Continue from ``step``, so that a resumed run rounds as the uninterrupted one would have."""
+        self.step, self._backward_seen = step, False

@@ -1,0 +1,203 @@
+"""HOTCallback: HOT inside a transformers Trainer."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import DefaultFlowCallback, TrainerCallback
+from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers.utils import logging
+
+from .config import HOTConfig
+from .monitor import GradientErrors, KeptMeter, NonFiniteGradients, hot_layers, never_called
+from .patching import apply_hot, config_of
+from .selection import fix_selection
+
+logger = logging.get_logger(__name__)
+
+
+class HOTCallback(TrainerCallback, ExportableState):
+    """Patch the model when training starts, choose quantizers in flight, and report through the Trainer's reporters.
+
+    ::
+
+        Trainer(model, args, train_dataset=data, callbacks=[HOTCallback()])
+
+    A model that is patched already keeps its own configuration. With ``grad_input_granularity="lqs"`` the choices are
+    fixed, on all ranks at once, at the end of the step in which ``lqs_batches`` micro-batches have been seen; they are
+    saved with the checkpoint and taken from it on resume. Checkpoints get a ``hot_config.json``.
+
+    What reporters and ``state.log_history`` receive beside the loss, prefixed ``hot/``; with ``report_to="none"``
+    nothing is measured:
+
+    * ``kept_bytes``: most bytes of packed inputs and scales alive at once since the last log;
+    * ``nonfinite_gradients``, ``nonfinite_steps``: gradients, and optimizer steps, with a NaN or infinity so far;
+    * ``grad_input_error/LAYER``, ``grad_weight_error/LAYER``: relative Frobenius errors of sampled layers;
+    * ``layers/PLAN``: layers by what they do, when training starts and when the choices are fixed;
+    * ``never_called``: patched layers whose forward did not run in the first steps; a warning names them.
+
+    Args:
+        hot_config: a HOTConfig, a dict, a preset name, or None for the default.
+        error_every: measure gradient errors every so many steps; 0 for never.
+        error_layers: how many layers to measure, spread evenly over the model.
+        audit_steps: steps after which layers that were never called are named; 0 for never.
+    """
+
+    def __init__(
+        self,
+        hot_config: HOTConfig | dict | str | None = None,
+        error_every: int = 100,
+        error_layers: int = 4,
+        audit_steps: int = 2,
+    ) -> None:
+        self.hot_config = None if hot_config is None else HOTConfig.coerce(hot_config)
+        self.error_every, self.error_layers, self.audit_steps = error_every, error_layers, audit_steps
+        self.selection: dict[str, str] = {}  # granularity by layer, once fixed
+        self._forget()
+
+    def _forget(self) -> None:
+        self._first_step = 0
+        self._measured: list = []
+        self._meter: KeptMeter | None = None
+        self._errors: GradientErrors | None = None
+        self._non_finite: NonFiniteGradients | None = None
+        self._once: dict[str, float] = {}  # values for the next log only
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps: the arguments, and the choices that all ranks agreed on."""
+        return {
+            "args": {
+                "hot_config": None if self.hot_config is None else self.hot_config.to_dict(),
+                "error_every": self.error_every,
+                "error_layers": self.error_layers,
+                "audit_steps": self.audit_steps,
+            },
+            "attributes": {"selection": dict(self.selection)},
+        }
+
+    # Events
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):
+        self._forget()
+        self._first_step = state.global_step
+        configured = config_of(model)
+        if configured is None:
+            logger.info(f"HOTCallback:\n{apply_hot(model, self.hot_config)}")
+        elif self.hot_config is not None and configured != self.hot_config:
+            logger.warning("HOTCallback: the model is patched already and keeps its configuration, not the callback's.")
+        self._restore_selection(state, model)
+        self._measured = [layer for layer in hot_layers(model) if layer.hot.probe is not None]
+        # Resuming from a checkpoint that was written without this callback: the next save looks it up by name.
+        state.stateful_callbacks.setdefault(type(self).__name__, self.state())
+        if args.report_to and state.is_world_process_zero:
+            self._start_measuring(args, model)
+
+    def on_step_begin(self, args, state, control, model=None, **kwargs):
+        layers = hot_layers(model)
+        for clock in {id(layer.hot.clock): layer.hot.clock for layer in layers}.values():
+            clock.set(state.global_step * args.gradient_accumulation_steps)
+        if self._errors is not None and state.global_step % self.error_every == 0:
+            self._errors.start()
+
+    def on_pre_optimizer_step(self, args, state, control, model=None, **kwargs):
+        if self._non_finite is not None:
+            self._non_finite.count(model)
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        steps = state.global_step - self._first_step
+        if self._errors is not None:
+            self._once.update(self._errors.stop())
+        # Counted in steps, which ranks share; what a rank's own layers have recorded is not.
+        if self._measured and steps * args.gradient_accumulation_steps >= self._measured[0].hot.config.lqs_batches:
+            fix_selection(model)
+            self.selection = {m.hot.name: m.hot.plan.grad_input_granularity for m in self._measured}
+            self._measured = []
+            self._count_layers(model)
+        if steps == self.audit_steps and not args.torch_compile:  # compiled forwards leave no trace
+            self._audit(model)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if self._meter is None or logs is None or "loss" not in logs:
+            return
+        gradients, steps = self._non_finite.read()
+        values = {"kept_bytes": self._meter.take_peak(), "nonfinite_gradients": gradients, "nonfinite_steps": steps}
+        values = {f"hot/{name}": value for name, value in {**values, **self._once}.items()}
+        self._once = {}
+        logs.update(values)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(values)
+
+    def on_save(self, args, state, control, model=None, **kwargs):
+        directory = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        config = config_of(model)
+        if state.is_world_process_zero and directory.is_dir() and config is not None:
+            config.save_pretrained(directory)
+
+    def on_train_end(self, args, state, control, model=None, **kwargs):
+        if self._errors is not None:
+            self._errors.stop()
+        for layer in hot_layers(model):
+            layer.hot.meter = None
+        self._forget()
+
+    # Parts
+
+    def _restore_selection(self, state, model) -> None:
+        """The choices of the run that is resumed; a new run measures anew, with another model perhaps."""
+        saved = state.stateful_callbacks.get(type(self).__name__, {}) if state.global_step else {}
+        saved = saved[0] if isinstance(saved, list) else saved
+        self.selection = dict(saved.get("attributes", {}).get("selection", {}))
+        for layer in hot_layers(model):
+            hot = layer.hot
+            if hot.probe is not None and hot.name in self.selection:
+                hot.plan = replace(hot.plan, grad_input_granularity=self.selection[hot.name])
+                hot.probe = None
+
+    def _start_measuring(self, args, model) -> None:
+        _move_before_reporters(self)
+        self._meter, self._non_finite = KeptMeter(), NonFiniteGradients()
+        for layer in hot_layers(model):
+            layer.hot.meter = self._meter
+        if self.error_every and not args.torch_compile:
+            self._errors = GradientErrors.sample(model, self.error_layers)
+        self._count_layers(model)
+
+    def _count_layers(self, model) -> None:
+        plans = Counter(
+            "measuring" if layer.hot.probe is not None else layer.hot.plan.label() for layer in hot_layers(model)
+        )
+        self._once.update({f"layers/{label.replace(' / ', ', ')}": count for label, count in plans.items()})
+
+    def _audit(self, model) -> None:
+        names = never_called(model)
+        self._once["never_called"] = len(names)
+        if names:
+            shown = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
+            logger.warning(
+                f"HOTCallback: {len(names)} patched layers were never called in the first {self.audit_steps} steps, so "
+                f"HOT does nothing for them (the model reads their weights itself, or does not use them): {shown}. "
+                "Leave them out with HOTConfig(exclude=[...])."
+            )
+
+
+def _move_before_reporters(callback: HOTCallback) -> None:
+    """Let reporters see what ``on_log`` adds: the Trainer puts them before the user's callbacks.
+
+    Events carry neither the Trainer nor its list of callbacks, so the list is taken from the frame that calls us. Where
+    something else calls, the order stays: ``log_history`` and later callbacks still get the values.
+    """
+    frame = sys._getframe(1)
+    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = frame.f_back
+    if frame is None:
+        return
+    callbacks = frame.f_locals["self"].callbacks
+    first = next((i for i, c in enumerate(callbacks) if not isinstance(c, DefaultFlowCallback)), 0)
+    at = next((i for i, c in enumerate(callbacks) if c is callback), first)
+    # Moving an entry forward past the loop's position leaves what the loop has still to visit where it is.
+    if at > first:
+        callbacks.insert(first, callbacks.pop(at))
