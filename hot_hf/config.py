@@ -131,8 +131,8 @@ class HOTConfig:
     compress: str = field(
         default="inputs",
         metadata={
-            "help": "inputs: the kept inputs of patched layers; block: also what norms, activation functions, attention, "
-            "products and dropout keep in the blocks around them (docs/memory.md)."
+            "help": "inputs: the kept inputs of patched layers; block: also what norms, activation functions, "
+            "attention, products and dropout keep in the blocks around them (docs/memory.md)."
         },
     )
     lqs_batches: int = field(default=4, metadata={"help": "Micro-batches that lqs measures, exact meanwhile."})

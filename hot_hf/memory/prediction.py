@@ -269,7 +269,9 @@ class Estimator:
         }
         self.whole = None  # the same without checkpointing: what a recomputed block holds
         if self.method.checkpointing:
-            plain = Method("+".join(p for p in self.method.text.split("+") if p not in ("checkpointing", "block")))
+            plain = Method(
+                "+".join(p for p in self.method.text.split("+") if p not in ("checkpointing", "block")) or "exact"
+            )
             self.whole = build(self.config, plain, **options)
 
     def _measure(self, model: nn.Module, batch: int) -> Measurement:
