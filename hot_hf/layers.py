@@ -42,6 +42,11 @@ class HOTState:
             self.plan, self.probe = choice, None
 
 
+def is_dtensor(tensor: Tensor) -> bool:
+    """Whether a tensor is split over processes; by name, so that torch.distributed.tensor is not imported."""
+    return type(tensor).__name__ == "DTensor"
+
+
 def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
     """``F.linear(x, weight, bias)``, bit for bit, with the backward that ``hot`` plans.
 
@@ -55,6 +60,12 @@ def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, pa
         raise TypeError(
             f"{hot.name or 'the root module'}: HOT layers take floating-point inputs, got {x.dtype}; "
             "convert the input, or leave this layer out with HOTConfig(exclude=[...])."
+        )
+    if is_dtensor(weight) or is_dtensor(x):
+        raise RuntimeError(
+            f"{hot.name or 'the root module'}: the weight or input is a DTensor, as under tensor or sequence "
+            "parallelism. HOT does not split its integer products: use FSDP2 or ZeRO-3 instead, or leave this layer "
+            "out with HOTConfig(exclude=[...])."
         )
     if hot.probe is not None:  # measuring: exact meanwhile
         y = F.linear(x, weight, bias)

@@ -13,7 +13,7 @@ from torch import nn
 
 from .config import HOTConfig
 from .kinds import LINEAR, features, hot_class_of, is_linear, kind_of, original_class
-from .layers import HOTMixin, HOTState
+from .layers import HOTMixin, HOTState, is_dtensor
 from .report import CoverageReport, ModuleRow
 from .rounding import StepClock
 from .selection import GranularityProbe
@@ -21,6 +21,7 @@ from .selection import GranularityProbe
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Routers send tokens by argmax: a noisy gradient there is a wrong expert, and they are a few columns wide anyway.
 HEAD_PATTERNS = ("lm_head", "*.lm_head", "*.router", "router", "*.gate", "gate", "*.shared_expert_gate")
+CHOSEN = ("not in include", "excluded")  # reasons to skip that the user gave
 _WRAPPING = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _ADAPTER = re.compile(r"(^|\.)(lora_[A-Z]\w*|modules_to_save)\.")
 
@@ -51,9 +52,9 @@ def _output_embedding(model: nn.Module) -> nn.Module | None:
 def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Module | None) -> str | None:
     """Why a linear layer stays as it is, or None when it is to be patched. Order: what the user said comes first."""
     if not any(matches(name, p) for p in config.include):
-        return "not in include"
+        return CHOSEN[0]
     if any(matches(name, p) for p in config.exclude):
-        return "excluded"
+        return CHOSEN[1]
     kind, cls = kind_of(module), original_class(module)
     if kind is None and cls.__name__ not in config.linear_classes:
         if cls.__name__ == "NonDynamicallyQuantizableLinear":
@@ -87,6 +88,23 @@ def _named_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | Non
         if is_linear(module):
             yield name, module, seen.get(id(module))
             seen.setdefault(id(module), name)
+
+
+def _check_wrapping(name: str, module: nn.Module, under_fsdp: bool) -> None:
+    """Refuse what a parallel engine has already made of a layer; looked up by name, so that none is imported."""
+    name = name or "the root module"
+    if any(c.__name__ == "FSDPModule" for c in original_class(module).__mro__):
+        raise HOTPatchError(
+            f"{name} is sharded by itself (fully_shard made it a {type(module).__name__}). Call apply_hot first and "
+            "fully_shard afterwards; layers inside a sharded block may be patched at any time."
+        )
+    weight = (kind_of(module) or LINEAR).weight(module)
+    if is_dtensor(weight) and not under_fsdp:
+        raise HOTPatchError(
+            f"{name} has a weight split by tensor parallelism (a DTensor of {tuple(weight.shape)}). HOT does not "
+            "split its integer products: load without tp_plan and use FSDP2 or ZeRO-3 instead, or leave the "
+            "layer out with HOTConfig(exclude=[...])."
+        )
 
 
 def _check_patchable(name: str, module: nn.Module) -> None:
@@ -139,6 +157,7 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
                     f"{[canonical_name(n) for n in names[:3]]}; write '*.{pattern}' to match the end of a name."
                 )
     head = _output_embedding(model)
+    under_fsdp = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)
     report = CoverageReport.of(model)
     to_patch: list[tuple[str, nn.Module]] = []
     for name, module, first_name in linears:
@@ -146,6 +165,8 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
             report.alias(name, first_name)
             continue
         reason = _reason_to_skip(name, module, config, head)
+        if reason not in CHOSEN:
+            _check_wrapping(name, module, under_fsdp)
         if reason is None:
             _check_patchable(name, module)
             to_patch.append((name, module))
