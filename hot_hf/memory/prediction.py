@@ -22,6 +22,13 @@ from ..selection import fix_selection
 from .saved import Measurement, measure
 
 METHODS = ("exact", "hot", *(p for p in PRESETS if p != "default"), "block", "lora", "checkpointing")
+TASKS = {  # without a task and an architecture, the first that the configuration fits
+    "causal-lm": "AutoModelForCausalLM",
+    "masked-lm": "AutoModelForMaskedLM",
+    "image-classification": "AutoModelForImageClassification",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "token-classification": "AutoModelForTokenClassification",
+}
 OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "momentum", "sgd")
 
 
@@ -143,25 +150,15 @@ def load_config(source: Any):
 def _model_class(config, task: str | None):
     import transformers
 
-    by_task = {
-        "causal-lm": transformers.AutoModelForCausalLM,
-        "masked-lm": transformers.AutoModelForMaskedLM,
-        "seq2seq-lm": transformers.AutoModelForSeq2SeqLM,
-        "image-classification": transformers.AutoModelForImageClassification,
-        "sequence-classification": transformers.AutoModelForSequenceClassification,
-        "token-classification": transformers.AutoModelForTokenClassification,
-    }
-    if task is not None:
-        if task not in by_task:
-            raise ValueError(f"task {task!r} is not known; choose one of {sorted(by_task)}.")
-        return by_task[task]._model_mapping[type(config)]
-    named = [getattr(transformers, name, None) for name in config.architectures or []]
-    for cls in named:
-        if cls is not None and "For" in cls.__name__:
-            return cls
-    for auto in by_task.values():
-        if type(config) in auto._model_mapping:
-            return auto._model_mapping[type(config)]
+    if task is not None and task not in TASKS:
+        raise ValueError(f"task {task!r} is not known; choose one of {list(TASKS)}.")
+    for name in config.architectures or [] if task is None else []:
+        if "For" in name and hasattr(transformers, name):  # a bare encoder has no loss
+            return getattr(transformers, name)
+    for auto in [TASKS[task]] if task is not None else TASKS.values():
+        mapping = getattr(transformers, auto)._model_mapping
+        if type(config) in mapping:
+            return mapping[type(config)]
     raise ValueError(f"no model class with a loss is known for {type(config).__name__}; name one with task.")
 
 
