@@ -1,0 +1,269 @@
+"""The CPU backend: int8 products of torch (oneDNN: AVX-512 VNNI, AMX) between fused quantizers and epilogues.
+
+Integers equal the reference bit for bit. The fused parts are ``kernels.cpp``, compiled with the machine's own C++
+compiler at the first use (about 3 s, kept in the user's cache directory); without a compiler, for float64 and for empty
+tensors the reference computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..reference import QMAX, ROUNDINGS, TOKEN_BLOCK, hadamard, pack_int4, padded
+from .build import library
+
+__all__ = [
+    "fold_quantize",
+    "hadamard",
+    "hadamard_quantize",
+    "hadamard_quantize_packed",
+    "int_product",
+    "pack_int4",
+    "project_quantize",
+    "project_quantize_packed",
+    "scaled_product",
+    "scaled_product_hadamard",
+    "unpack_int4",
+    "warm_up",
+]
+
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+# int32 products are made and scaled in slices of at most this many bytes, in memory kept per thread: the first touch of
+# fresh memory costs more than the product (12.5 ms for 48 MB, where writing it again takes 0.9).
+SCRATCH_BYTES = 16 << 20
+
+
+def warm_up() -> bool:
+    """Build or load the kernels now rather than in the first step; whether they are there."""
+    return library() is not None
+
+
+@cache
+def _keep(kept: tuple[int, ...]) -> ctypes.Array:
+    return (ctypes.c_int32 * len(kept))(*kept)
+
+
+@cache
+def _sequencies(rank: int) -> tuple[int, ...]:
+    return tuple(reference.sequency_order()[:rank])
+
+
+def _quantize(
+    x: Tensor,
+    bits: int,
+    dim: int,
+    block: int,
+    per_slice: bool,
+    rounding: str,
+    seed: int,
+    packed: bool = False,
+    kept: tuple[int, ...] | None = None,
+    row_scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor] | None:
+    """Every quantizer in one call; ``kept`` rows of each transformed block. None where the reference must compute."""
+    kernels = library()
+    if kernels is None or x.dtype not in DTYPES or x.numel() == 0:
+        return None
+    if rounding not in ROUNDINGS:
+        raise ValueError(f"rounding must be one of {ROUNDINGS}, not {rounding!r}")
+    x = x.detach()
+    turned = x.stride(1) != 1 and x.stride(0) == 1 and kept is None and row_scale is None and not packed
+    if turned:  # a transposed view, such as the weight of a Conv1D: work on the memory as it lies
+        x, dim = x.t(), 1 - dim
+    elif x.stride(1) != 1 or x.stride(0) < 0:
+        x = x.contiguous()
+    rows, columns = x.shape
+    out_columns = padded(columns, block) if dim == 1 else columns
+    if dim == 1:
+        out_rows, kept = rows, (0,)
+    else:
+        kept = kept or tuple(range(block))
+        out_rows = padded(rows, block) // block * len(kept)
+    # Elements are numbered row-major in the result as the caller sees it.
+    numbers = (1, out_rows) if turned else (out_columns, 1)
+    q = torch.empty(out_rows, (out_columns + 1) // 2 if packed else out_columns, dtype=torch.int8)
+    scale = torch.empty(1 if not per_slice else out_rows if dim == 1 else columns, dtype=torch.float32)
+    failed = kernels.hot_hf_quantize(
+        x.data_ptr(),
+        DTYPES[x.dtype],
+        rows,
+        columns,
+        x.stride(0),
+        dim,
+        block,
+        block**-0.5,
+        None if row_scale is None else row_scale.data_ptr(),
+        _keep(kept),
+        len(kept),
+        QMAX[bits],
+        not per_slice,
+        packed,
+        ROUNDINGS.index(rounding),
+        seed & 0xFFFFFFFFFFFFFFFF,
+        *numbers,
+        q.data_ptr(),
+        scale.data_ptr(),
+        torch.get_num_threads(),
+    )
+    assert not failed, (x.dtype, block)
+    q = q.t() if turned else q
+    return (q.view(torch.uint8) if packed else q), scale
+
+
+def hadamard_quantize(
+    x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``reference.hadamard_quantize``, fused."""
+    fused = _quantize(x, bits, dim, block_size, per_slice, rounding, seed)
+    return fused or reference.hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed)
+
+
+def hadamard_quantize_packed(
+    x: Tensor, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``hadamard_quantize`` of rows to 4 bits, followed by ``pack_int4``, in one pass."""
+    if (fused := _quantize(x, 4, 1, block_size, per_slice, rounding, seed, packed=True)) is not None:
+        return fused
+    q, scale = reference.hadamard_quantize(x, 4, 1, block_size, per_slice, rounding, seed)
+    return pack_int4(q), scale
+
+
+def project_quantize(
+    x: Tensor, bits: int, rank: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``reference.project_quantize``, fused."""
+    fused = _quantize(x, bits, 0, TOKEN_BLOCK, per_slice, rounding, seed, kept=_sequencies(rank))
+    return fused or reference.project_quantize(x, bits, rank, per_slice, rounding, seed)
+
+
+def project_quantize_packed(
+    x: Tensor, rank: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``project_quantize`` to 4 bits, followed by ``pack_int4``, in one pass."""
+    kept = _sequencies(rank)
+    if (fused := _quantize(x, 4, 0, TOKEN_BLOCK, per_slice, rounding, seed, packed=True, kept=kept)) is not None:
+        return fused
+    q, scale = reference.project_quantize(x, 4, rank, per_slice, rounding, seed)
+    return pack_int4(q), scale
+
+
+def fold_quantize(
+    g: Tensor, token_scale: Tensor, per_slice: bool, rounding: str = "nearest", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``reference.fold_quantize``, fused."""
+    fused = None
+    if token_scale.dtype == torch.float32:
+        fused = _quantize(g, 8, 0, 1, per_slice, rounding, seed, row_scale=token_scale.contiguous())
+    return fused or reference.fold_quantize(g, token_scale, per_slice, rounding, seed)
+
+
+def unpack_int4(packed: Tensor, columns: int) -> Tensor:
+    """``reference.unpack_int4``, threaded."""
+    kernels = library()
+    if kernels is None or packed.numel() == 0 or not packed.is_contiguous():
+        return reference.unpack_int4(packed, columns)
+    q = torch.empty(packed.shape[0], columns, dtype=torch.int8)
+    kernels.hot_hf_unpack(packed.data_ptr(), *packed.shape, columns, q.data_ptr(), torch.get_num_threads())
+    return q
+
+
+@cache
+def _int_mm_is_exact() -> bool:
+    """Kernels without VNNI may saturate sums of two products at 16 bits; torch does not say which it picked."""
+    extreme = torch.full((64, 64), 127, dtype=torch.int8)
+    return bool((torch._int_mm(extreme, -extreme) == -127 * 127 * 64).all())
+
+
+def _plain(t: Tensor) -> Tensor:
+    """An axis of one element may have any stride, and ``_int_mm`` (2.13) multiplies garbage when it is a strange one:
+    the transpose of a column is (1, K) with strides (1, 1). ``contiguous`` sees nothing to do there."""
+    return torch.empty(t.shape, dtype=t.dtype).copy_(t) if 1 in t.shape else t
+
+
+def int_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
+    """int8 (M, K) times int8 (K, N) as int32; any strides, empty axes give zeros."""
+    if 0 in (a.shape[0], a.shape[1], b.shape[1]):
+        return torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32)
+    if not _int_mm_is_exact():
+        return reference.exact_int_product(a, b)
+    a, b = _plain(a), _plain(b)
+    return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
+
+
+class _Scratch(threading.local):
+    """This thread's memory for int32 products, at most SCRATCH_BYTES (one row where a row is longer)."""
+
+    def __init__(self) -> None:
+        self.memory = torch.empty(0, dtype=torch.int32)
+
+    def take(self, rows: int, columns: int) -> Tensor:
+        if self.memory.numel() < rows * columns:
+            # Made once for good: an inference tensor could not be written outside inference mode.
+            with torch.inference_mode(False):
+                self.memory = torch.empty(rows * columns, dtype=torch.int32)
+        return self.memory[: rows * columns].view(rows, columns)
+
+
+_scratch = _Scratch()
+
+
+def _product(
+    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, dtype: torch.dtype, block: int, columns: int
+) -> Tensor | None:
+    """``(a_scale * (a @ b)) * b_scale``, transformed along its rows and cut to ``columns``; None: not for the kernels."""
+    kernels = library()
+    depth = a.shape[1]
+    scales_fit = a_scale.dtype == torch.float32 and (b_scale is None or b_scale.dtype == torch.float32)
+    if kernels is None or dtype not in DTYPES or not scales_fit:
+        return None
+    if not 0 < depth <= reference.MAX_CONTRACTION or 0 in (a.shape[0], b.shape[1]) or not _int_mm_is_exact():
+        return None
+    height, width = a.shape[0], b.shape[1]
+    b = _plain(b)
+    out = torch.empty(height, columns, dtype=dtype)
+    a_scale = a_scale.contiguous()
+    b_scale = None if b_scale is None else b_scale.contiguous()
+    a_step = int(a_scale.numel() > 1)
+    rows = max(1, min(height, SCRATCH_BYTES // (4 * width)))
+    for start in range(0, height, rows):
+        count = min(rows, height - start)
+        part = torch._int_mm(_plain(a[start : start + count]), b, out=_scratch.take(count, width))
+        failed = kernels.hot_hf_epilogue(
+            part.data_ptr(),
+            count,
+            width,
+            a_scale.data_ptr() + 4 * start * a_step,
+            a_step,
+            None if b_scale is None else b_scale.data_ptr(),
+            0 if b_scale is None else int(b_scale.numel() > 1),
+            block,
+            block**-0.5,
+            out.data_ptr() + start * columns * out.element_size(),
+            DTYPES[dtype],
+            columns,
+            torch.get_num_threads(),
+        )
+        assert not failed, dtype
+    return out
+
+
+def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """``reference.scaled_product``; the int32 result never leaves the cache."""
+    fused = _product(a, b, a_scale, b_scale, dtype, 1, b.shape[1])
+    return reference.scaled_product(a, b, a_scale, b_scale, dtype, int_product) if fused is None else fused
+
+
+def scaled_product_hadamard(
+    a: Tensor, b: Tensor, a_scale: Tensor, block_size: int, columns: int, dtype: torch.dtype
+) -> Tensor:
+    """``hadamard(a_scale * (a @ b), block_size)[:, :columns]`` in ``dtype``; ``b`` has whole blocks of columns."""
+    if (fused := _product(a, b, a_scale, None, dtype, block_size, columns)) is not None:
+        return fused
+    product = reference.scaled_product(a, b, a_scale, None, a_scale.dtype, int_product)
+    return hadamard(product, block_size)[:, :columns].to(dtype).contiguous()
