@@ -53,6 +53,8 @@ def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, pa
     ``weight`` may be a view of the Parameter; ``part`` names it where one module holds several.
     """
     plan = hot.plan
+    # Counted without gradients too: the first pass of reentrant checkpointing is the forward of its step.
+    step = hot.clock.forward() if plan.rounding == "stochastic" else 0
     needs_product = x.requires_grad or weight.requires_grad
     if plan.exact or not needs_product or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
@@ -73,7 +75,7 @@ def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, pa
         return y
     seed = 0
     if plan.rounding == "stochastic":
-        seed = layer_seed(hot.seed, f"{hot.name}.{part}" if part else hot.name, hot.clock.forward())
+        seed = layer_seed(hot.seed, f"{hot.name}.{part}" if part else hot.name, step)
     kept = scale = None
     if weight.requires_grad:
         kept, scale = (x, None) if plan.activation_format == "none" else compress(x, plan, seed, hot.share)
