@@ -12,8 +12,8 @@ from torch.utils.weak import TensorWeakRef
 from . import ops
 from .config import Plan
 
-# q/k/v and gate/up follow each other; cross attention returns to the encoder's output after reading something else.
-REMEMBERED = 4
+# q/k/v and gate/up follow each other; every decoder layer returns to the encoder's output after six other tensors.
+REMEMBERED = 16
 
 
 class _Recent(threading.local):
@@ -30,11 +30,11 @@ class _Recent(threading.local):
         if seen is not x or version != x._version or packed is None or scale is None:
             del self.entries[key]
             return None
+        self.entries.move_to_end(key)
         return packed, scale
 
     def add(self, key: tuple, x: Tensor, packed: Tensor, scale: Tensor) -> None:
         self.entries[key] = (TensorWeakRef(x), x._version, TensorWeakRef(packed), TensorWeakRef(scale))
-        self.entries.move_to_end(key)
         while len(self.entries) > REMEMBERED:
             self.entries.popitem(last=False)
 
