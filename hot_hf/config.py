@@ -228,6 +228,7 @@ class HOTConfig:
         if value is None:
             return cls()
         if isinstance(value, cls):
+            value.__post_init__()  # a field may have been assigned since it was made
             return value
         if isinstance(value, str):
             return cls.from_preset(value)
