@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import MethodType
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from . import compiling
 from .autograd import HOTFunction
 from .buffer import compress
 from .config import HOTConfig, Plan
@@ -33,13 +35,17 @@ class HOTState:
     called: bool = False
     config: HOTConfig | None = None  # of the whole model, shared by its layers
     meter: KeptMeter | None = None  # counts what is kept while a callback measures
+    traces: int = field(default_factory=lambda: compiling.traces)  # of any layer, before this one was patched
+
+    def __post_init__(self) -> None:
+        compiling.layers_patched += 1
 
     def enter(self) -> None:
-        """What every forward does first: note the call, and take lqs' choice when it is ready."""
-        if not torch.compiler.is_compiling():
+        """What every forward does first: note the call."""
+        if torch.compiler.is_compiling():
+            compiling.tracing(self.plan)
+        else:
             self.called = True
-        if self.probe is not None and (choice := self.probe.ready()) is not None:
-            self.plan, self.probe = choice, None
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -50,8 +56,23 @@ def is_dtensor(tensor: Tensor) -> bool:
 def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
     """``F.linear(x, weight, bias)``, bit for bit, with the backward that ``hot`` plans.
 
-    ``weight`` may be a view of the Parameter; ``part`` names it where one module holds several.
+    ``weight`` may be a view of the Parameter; ``part`` names it where one module holds several. While lqs measures, and
+    under stochastic rounding, which draws anew in every step, a compiled model leaves its graph here.
     """
+    if hot.probe is None and hot.plan.rounding != "stochastic":
+        return _linear(hot, x, weight, bias, part)
+    if torch.compiler.is_compiling():
+        return compiling.outside_graph(_stateful_linear, hot, x, weight, bias, part)
+    return _stateful_linear(hot, x, weight, bias, part)
+
+
+def _stateful_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part: str) -> Tensor:
+    if hot.probe is not None and (choice := hot.probe.ready()) is not None:
+        hot.plan, hot.probe = choice, None
+    return _linear(hot, x, weight, bias, part)
+
+
+def _linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part: str) -> Tensor:
     plan = hot.plan
     # Counted without gradients too: the first pass of reentrant checkpointing is the forward of its step.
     step = hot.clock.forward() if plan.rounding == "stochastic" else 0
@@ -107,3 +128,12 @@ class HOTMixin:
 
 class HOTLinear(HOTMixin, nn.Linear):
     """A patched nn.Linear."""
+
+
+def swap_class(module: nn.Module, cls: type) -> None:
+    """Change the class, and with it the bound forward that accelerate's hooks remember (DESIGN decision 1)."""
+    old = type(module).forward
+    module.__class__ = cls
+    for attribute in ("forward", "_old_forward"):
+        if getattr(module.__dict__.get(attribute), "__func__", None) is old:
+            module.__dict__[attribute] = MethodType(cls.forward, module)

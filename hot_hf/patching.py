@@ -6,14 +6,14 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
-from types import MethodType
 
 import torch
 from torch import nn
 
+from .block import changed_block, compress_blocks, restore_blocks
 from .config import HOTConfig
 from .kinds import LINEAR, features, hot_class_of, is_linear, kind_of, original_class
-from .layers import HOTMixin, HOTState, is_dtensor
+from .layers import HOTMixin, HOTState, is_dtensor, swap_class
 from .report import CoverageReport, ModuleRow
 from .rounding import StepClock
 from .selection import GranularityProbe
@@ -180,6 +180,8 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     clock = StepClock()
     for name, module in to_patch:
         _patch(name, module, config, clock)
+    if config.compress == "block":
+        report.notes += compress_blocks(model)
     return report
 
 
@@ -194,16 +196,7 @@ def _patch(name: str, module: nn.Module, config: HOTConfig, clock: StepClock) ->
             plan = replace(plan, grad_input_granularity="per_token")
     original = type(module)
     module.hot = HOTState(canonical_name(name), original, plan, config.seed, config.share, clock, probe, config=config)
-    _swap_class(module, hot_class_of(original, kind.mixin))
-
-
-def _swap_class(module: nn.Module, cls: type) -> None:
-    """Change the class, and with it the bound forward that accelerate's hooks remember (DESIGN decision 1)."""
-    old = type(module).forward
-    module.__class__ = cls
-    for attribute in ("forward", "_old_forward"):
-        if getattr(module.__dict__.get(attribute), "__func__", None) is old:
-            module.__dict__[attribute] = MethodType(cls.forward, module)
+    swap_class(module, hot_class_of(original, kind.mixin))
 
 
 def config_of(model: nn.Module) -> HOTConfig | None:
@@ -225,7 +218,10 @@ def remove_hot(model: nn.Module) -> list[str]:
                 f"{name or 'the root module'} is a {type(module).__name__} since apply_hot, as parametrizations and "
                 "fully_shard do; undo that first, then call remove_hot or apply_hot."
             )
+    if (name := changed_block(model)) is not None:
+        raise HOTPatchError(f"{name} has another class since apply_hot; undo that first, then call remove_hot.")
+    restore_blocks(model)
     for _, module in patched:
-        _swap_class(module, module.hot.original_class)
+        swap_class(module, module.hot.original_class)
         del module.hot
     return [name for name, _ in patched]

@@ -59,6 +59,7 @@ class CoverageReport:
     others: dict[str, tuple[int, int]]  # class name: (modules, parameters)
     rows: list[ModuleRow] = field(default_factory=list)
     aliases: dict[str, str] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)  # about the whole model, printed last
 
     @classmethod
     def of(cls, model: nn.Module) -> CoverageReport:
@@ -122,4 +123,5 @@ class CoverageReport:
         )
         for name, first in self.aliases.items():
             lines.append(f"{name} is {first} under a second name")
+        lines += self.notes
         return "\n".join(lines)
