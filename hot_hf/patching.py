@@ -144,7 +144,7 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     """
     config = HOTConfig.coerce(config)
     linears = list(_named_linears(model))
-    names = [name for name, _, _ in linears]
+    names = [name for name, _, first_name in linears if first_name is None]
     for where, patterns in (
         ("include", [p for p in config.include if p != "*"]),
         ("exclude", config.exclude),
@@ -152,6 +152,11 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     ):
         for pattern in patterns:
             if not any(matches(name, pattern) for name in names):
+                for name, _, first_name in linears:
+                    if matches(name, pattern):
+                        raise HOTPatchError(
+                            f"HOTConfig.{where}: {pattern!r} matches {name}, a second name of {first_name}; write that."
+                        )
                 raise HOTPatchError(
                     f"HOTConfig.{where}: {pattern!r} matches no linear layer. Patterns match full names, such as "
                     f"{[canonical_name(n) for n in names[:3]]}; write '*.{pattern}' to match the end of a name."

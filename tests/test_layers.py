@@ -459,6 +459,28 @@ def test_float16_gradient_scaling():
     assert model[0].weight.grad.isfinite().all() and model[0].weight.grad.any()
 
 
+def test_grad_scaler():
+    """SPEC section 6: a float16 GradScaler sees the overflow of its scale, skips the step and recovers."""
+    model, _ = pair(64, 48, 24, dtype=torch.float32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)
+    x, before = torch.randn(32, 64), [p.detach().clone() for p in model.parameters()]
+    scales = []
+    for _ in range(40):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = model(x).square().mean()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+        changed = [not torch.equal(p, b) for p, b in zip(model.parameters(), before, strict=True)]
+        assert any(changed) == (len(scales) > 1 and scales[-1] == scales[-2])
+        if any(changed):
+            break
+    assert all(changed) and all(p.isfinite().all() for p in model.parameters()) and len(scales) > 2
+
+
 def test_per_token_weights():
     """C14: losses weighted per token by 1e-2 to 1e2."""
     model, exact = pair(64, 48)

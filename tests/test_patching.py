@@ -115,8 +115,8 @@ def test_one_module_under_two_names():
     assert "2 is 0 under a second name" in str(report) and "1 of 1 linear layers" in str(report)
     model(torch.randn(4, 64)).sum().backward()
     assert model[0].weight.grad.any()
-    # A pattern for the second name only is not silently another layer's.
-    assert apply_hot(model, HOTConfig(overrides={"0": {"rank": 3}})).patched == ["0"]
+    with pytest.raises(HOTPatchError, match="exclude: '2' matches 2, a second name of 0; write that"):
+        apply_hot(model, HOTConfig(exclude=["2"]))
     assert remove_hot(model) == ["0"]
 
 

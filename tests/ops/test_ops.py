@@ -98,9 +98,9 @@ def _layouts(t):
     """The values of ``t`` under other strides, where they allow it."""
     rows, columns = t.shape
     yield t.t().contiguous().t()
-    yield torch.stack((t, torch.rand_like(t)), -1)[..., 0]
-    yield torch.cat((torch.rand_like(t), t), 1)[:, columns:]
-    yield torch.cat((torch.rand_like(t), t), 0)[rows:]
+    yield torch.stack((t, torch.zeros_like(t)), -1)[..., 0]
+    yield torch.cat((torch.zeros_like(t), t), 1)[:, columns:]
+    yield torch.cat((torch.zeros_like(t), t), 0)[rows:]
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
@@ -120,6 +120,24 @@ def test_layouts_change_nothing(fmt, rounding):
         ops.grad_input(stretched, w, 4, 16, False, "nearest", 1, torch.float32),
         ops.grad_input(ones, w, 4, 16, False, "nearest", 1, torch.float32),
     )
+
+
+@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+@pytest.mark.parametrize("sizes", [(37, 40, 48), (37, 40, 1), (37, 1, 48), (1, 40, 48), (1, 40, 1), (16, 1, 1)])
+def test_layouts_of_what_was_kept(fmt, sizes):
+    """Saved-tensor hooks may give back other strides (and axes of one element any): the same bits."""
+    tokens, features, out = sizes
+    g, x = torch.randn(tokens, out), torch.randn(tokens, features)
+    packed, scale = ops.compress(x, fmt, 8, 16, True, "nearest", 0)
+    rest = (fmt, features, 8, 16, True, "nearest", 3, torch.float32)
+    expected = ops.grad_weight(g, packed, scale, *rest)
+    for other_g, other in zip(_layouts(g), [*_layouts(packed)], strict=True):
+        strided_scale = torch.stack((scale, scale), 1)[:, 0]
+        assert torch.equal(ops.grad_weight(other_g, other, strided_scale, *rest), expected)
+    w = torch.randn(out, features)
+    expected = ops.grad_input(g, w, 8, 16, True, "nearest", 0, torch.float32)
+    for other_g, other in zip(_layouts(g), _layouts(w), strict=True):
+        assert torch.equal(ops.grad_input(other_g, other, 8, 16, True, "nearest", 0, torch.float32), expected)
 
 
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
