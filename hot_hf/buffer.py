@@ -61,12 +61,12 @@ def compress(x: Tensor, plan: Plan, seed: int, share: bool) -> tuple[Tensor, Ten
         plan.grad_weight_granularity == "per_feature",
         plan.rounding,
     )
-    share = share and _shareable(x)
+    if not (share and _shareable(x)):
+        return ops.compress(x.detach().reshape(-1, x.shape[-1]), *arguments, seed)
     # Not keyed by the seed: layers that read one tensor keep one copy, rounded with the seed of the first of them.
-    key = (id(x), *arguments)
-    if share and (found := _recent.find(key, x)) is not None:
+    key = (id(x), *arguments)  # never under torch.compile, where it would be a guard that no other x fulfils
+    if (found := _recent.find(key, x)) is not None:
         return found
     packed, scale = ops.compress(x.detach().reshape(-1, x.shape[-1]), *arguments, seed)
-    if share:
-        _recent.add(key, x, packed, scale)
+    _recent.add(key, x, packed, scale)
     return packed, scale

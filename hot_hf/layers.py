@@ -43,7 +43,8 @@ class HOTState:
     def enter(self) -> None:
         """What every forward does first: note the call."""
         if torch.compiler.is_compiling():
-            compiling.tracing(self.plan)
+            p = self.plan  # by value: as an argument it would be guarded by identity, a version for every layer
+            compiling.tracing(p.grad_input_bits, p.grad_input_granularity, p.activation_format, p.rank)
         else:
             self.called = True
 

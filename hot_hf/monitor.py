@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
+from . import compiling
 from .autograd import _exact_types, _grad_input, _grad_weight
 from .buffer import compress
 from .kinds import kind_of
@@ -143,5 +144,8 @@ class NonFiniteGradients:
 
 
 def never_called(model: nn.Module) -> list[str]:
-    """Names of patched layers whose forward has not run: their weight is read some other way, or not at all."""
-    return [m.hot.name for m in hot_layers(model) if not m.hot.called]
+    """Names of patched layers whose forward has not run: their weight is read some other way, or not at all.
+
+    Unknown, and left out, where layers were compiled since: compiled code leaves no note.
+    """
+    return [m.hot.name for m in hot_layers(model) if not m.hot.called and m.hot.traces == compiling.traces]

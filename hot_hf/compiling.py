@@ -1,0 +1,38 @@
+"""What torch.compile needs from a patched layer: room for different plans, and a way out of the graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+layers_patched = 0  # in this process
+traces = 0  # of patched layers, in this process
+outside_graph: Callable | None = None  # calls its first argument with the others, uncompiled; there once traced
+_plans: set[tuple] = set()
+
+
+def tracing(*plan) -> None:
+    """Runs while a layer is traced, never in compiled code.
+
+    Blocks compiled one by one (regional compilation) share one code object, and torch.compile gives up on a code object
+    after ``recompile_limit`` (8) versions: the ninth combination of plans would run uncompiled. Where plans differ,
+    every layer may need a version of its own, so the limit is raised by as many; shapes keep the 8 they had.
+    """
+    global outside_graph, traces
+    import torch._dynamo  # there already: it is what traces
+
+    traces += 1
+    if outside_graph is None:
+        outside_graph = torch.compiler.disable(_layer_that_measures_or_rounds_stochastically)
+    _plans.add(plan)
+    if len(_plans) > 1:
+        config = torch._dynamo.config
+        config.recompile_limit = max(config.recompile_limit, 8 + layers_patched)
+
+
+# torch.compiler.assume_constant_result does this, after importing torch._dynamo (2 s) for everyone.
+tracing._dynamo_marked_constant = True
+
+
+# The name is what a graph break, or fullgraph=True, reports.
+def _layer_that_measures_or_rounds_stochastically(function: Callable, *args):
+    return function(*args)
