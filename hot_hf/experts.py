@@ -81,11 +81,10 @@ def hot_experts_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Ten
 
 
 class HOTExpertsMixin(HOTMixin):
-    """A patched experts layer. Where nothing needs a gradient, its own implementation runs."""
+    """A patched experts layer. Without gradients, and under expert parallelism, its own implementation runs."""
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         self.hot.enter()
-        trained = hidden_states.requires_grad or any(p.requires_grad for p in self.parameters(recurse=False))
-        if self.hot.plan.exact or not trained or not torch.is_grad_enabled() or self._is_expert_parallel:
+        if self.hot.plan.exact or not torch.is_grad_enabled() or self._is_expert_parallel:
             return super(HOTMixin, self).forward(hidden_states, top_k_index, top_k_weights)
         return hot_experts_forward(self, hidden_states, top_k_index, top_k_weights)

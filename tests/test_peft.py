@@ -1,0 +1,275 @@
+"""PEFT: adapters before or after patching, merging, saving, checkpointing, quantized bases."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from hot_hf import HOTConfig, HOTPatchError, apply_hot, remove_hot
+from hot_hf.layers import HOTMixin
+from hot_hf.memory import SavedTensors
+
+from .architectures import batch, build
+from .models import grads, relative_error, tiny_bert, tiny_llama, token_batch, twin
+
+peft = pytest.importorskip("peft")
+NAMES = ["q_proj", "v_proj", "down_proj"]
+
+
+def lora(model, **settings):
+    config = {"r": 8, "target_modules": NAMES, "lora_alpha": 16, "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**{**config, **settings}))
+
+
+def patched(model) -> set[str]:
+    return {n for n, m in model.named_modules() if isinstance(m, HOTMixin)}
+
+
+def step(model, inputs, seed=0):
+    torch.manual_seed(seed)  # LoRA's dropout
+    model.zero_grad()
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), grads(model)
+
+
+def equal(a: dict, b: dict) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+@pytest.mark.parametrize("r", [1, 2, 8])
+@pytest.mark.parametrize("config", [HOTConfig(), HOTConfig(lora=True)], ids=["base", "lora_A too"])
+def test_either_order_gives_the_same_model(r, config, seed):
+    """C43: the same layers, loss and gradients, bit by bit; with dropout, which hides shared inputs. Near the exact."""
+    base = tiny_llama()
+    settings = {"r": r, "lora_dropout": 0.1}
+    torch.manual_seed(seed)
+    exact = lora(twin(base), **settings)
+    torch.manual_seed(seed)
+    after = lora(twin(base), **settings)
+    apply_hot(after, config)
+    before = twin(base)
+    apply_hot(before, config)
+    torch.manual_seed(seed)
+    before = lora(before, **settings)
+    if config.lora:  # made after patching: patch again
+        apply_hot(before, config)
+    assert patched(after) == patched(before)
+    assert sum("lora_A" in n for n in patched(after)) == (6 if config.lora else 0)
+    assert not any("lora_B" in n for n in patched(after))
+    inputs = token_batch()
+    results = [step(m.train(), inputs) for m in (exact, after, before)]
+    assert results[0][0] == results[1][0] == results[2][0]
+    assert equal(results[1][1], results[2][1])
+    for name, gradient in results[0][1].items():
+        assert relative_error(results[1][1][name], gradient) < 0.3, name  # SPEC section 8: 0.14 for lora_A itself
+
+
+@pytest.mark.parametrize("target", ["all-linear", NAMES, r".*layers\.0.*(q|up)_proj"])
+def test_targets_on_a_patched_model(target):
+    """C41: PEFT finds the layers of a patched model by "all-linear", by name and by pattern, as on a plain one."""
+    plain, model = tiny_llama(), tiny_llama()
+    apply_hot(model)
+    adapted = [lora(m, target_modules=target) for m in (plain, model)]
+    names = [{n for n, m in a.named_modules() if isinstance(m, peft.tuners.lora.LoraLayer)} for a in adapted]
+    assert names[0] == names[1] and names[0]
+
+
+def test_gpt2_conv1d_under_lora(seed):
+    """C20, C41: PEFT treats a patched Conv1D as one (fan_in_fan_out), in either order."""
+    base = build("GPT-2").eval()
+    models = []
+    for first in (False, True):
+        model = twin(base)
+        if first:
+            apply_hot(model)
+        torch.manual_seed(seed)
+        model = lora(model, target_modules=["c_attn", "c_proj"], fan_in_fan_out=True)
+        apply_hot(model)
+        models.append(model.eval())
+    inputs = batch("GPT-2")
+    assert patched(models[0]) == patched(models[1])
+    (loss, got), (other, want) = (step(m, inputs) for m in models)
+    assert loss == other and equal(got, want)
+
+
+def test_frozen_base_keeps_nothing():
+    """C40: no packed input for frozen layers; lora_A is kept packed on request, shared by q and v."""
+    inputs = token_batch()
+    sizes = {}
+    for name, config in (("base", HOTConfig()), ("lora", HOTConfig(lora=True))):
+        model = lora(tiny_llama(layers=1), target_modules=["q_proj", "v_proj"])
+        apply_hot(model, config)
+        with SavedTensors(model) as saved:
+            model(**inputs)
+        sizes[name] = saved.hot_bytes
+    tokens = inputs["input_ids"].numel()
+    assert sizes == {"base": 0, "lora": tokens * 64 // 2 + tokens * 4}  # half a byte each and a float per token, once
+
+
+def test_two_adapters_and_modules_to_save():
+    """C44: switching adapters trains the chosen one; modules_to_save is patched as what it copies; names match in
+    full."""
+    model = tiny_bert(labels=64)  # a classifier wide enough to be patched
+    model = lora(model, target_modules=["query", "value"], task_type="SEQ_CLS", modules_to_save=["classifier"])
+    model.add_adapter("second", peft.LoraConfig(target_modules=["query"], r=4, init_lora_weights=False))
+    report = apply_hot(model, HOTConfig(lora=True))
+    names = patched(model)
+    assert any("modules_to_save" in n for n in names)
+    assert {n.rsplit(".", 1)[-1] for n in names if "lora_A" in n} == {"default", "second"}
+    assert report.patched
+    inputs = {"input_ids": torch.randint(97, (2, 9)), "labels": torch.tensor([1, 0])}
+    for adapter in ("second", "default"):
+        model.set_adapter(adapter)
+        moved = {n.split(".lora_A.")[1].split(".")[0] for n in step(model, inputs)[1] if "lora_A" in n}
+        assert moved == {adapter}
+    with pytest.raises(HOTPatchError, match="query"):
+        apply_hot(model, HOTConfig(exclude=["query"]))
+    assert not any(n.endswith("query.base_layer") for n in apply_hot(model, HOTConfig(exclude=["*.query"])).patched)
+
+
+def test_dora():
+    """DoRA multiplies an identity matrix and reads the base weight: right, patched before or after."""
+    base = tiny_llama(layers=1)
+    torch.manual_seed(3)
+    exact = lora(twin(base), use_dora=True)
+    model = twin(exact)
+    apply_hot(model, HOTConfig(lora=True))
+    inputs = token_batch()
+    (want_loss, want), (loss, got) = step(exact, inputs), step(model, inputs)
+    assert loss == want_loss
+    for name, gradient in want.items():
+        assert relative_error(got[name], gradient) < 0.3, name
+
+
+@pytest.mark.parametrize("lora_too", [False, True])
+def test_merge_unload_save_and_load(lora_too, tmp_path):
+    """C07, C44, C47: after a step, merging gives the plain model's weights, unloading patched layers; files load."""
+    exact = lora(tiny_llama(layers=1))
+    model = twin(exact)
+    apply_hot(model, HOTConfig(lora=lora_too))
+    inputs = token_batch()
+    step(model, inputs)
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    exact.load_state_dict(model.state_dict(), strict=True)
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(twin(exact.unload()), tmp_path)
+    exact = lora(again.unload())
+    exact.load_state_dict(model.state_dict(), strict=True)
+    assert torch.equal(peft.PeftModel.from_pretrained(twin(exact).unload(), tmp_path)(**inputs).logits,
+                       model(**inputs).logits)  # fmt: skip
+    merged, want = model.merge_and_unload(), exact.merge_and_unload()
+    assert equal(merged.state_dict(), want.state_dict())
+    assert patched(merged) and not any("lora" in n for n in patched(merged))
+    merged.train().requires_grad_(True)
+    loss, got = step(merged, inputs)
+    assert loss == step(want.train().requires_grad_(True), inputs)[0] and len(got) == len(list(want.parameters()))
+    remove_hot(merged)
+    assert equal(merged.state_dict(), want.state_dict())
+
+
+@pytest.mark.parametrize("enable", [True, False])
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_under_lora(enable, reentrant):
+    """C33: what the unpatched model does, gradients or none, and where some they equal those without checkpointing."""
+    exact = lora(tiny_llama()).train()
+    model = twin(exact)
+    apply_hot(model, HOTConfig(lora=True))
+    inputs = token_batch()
+    straight = step(model, inputs)[1]
+    results = []
+    for m in (exact, model):
+        m.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+        if enable:
+            m.enable_input_require_grads()
+        try:
+            results.append(step(m, inputs)[1])
+        except RuntimeError as error:  # reentrant without inputs that require gradients: nothing to differentiate
+            results.append(str(error))
+    if isinstance(results[0], str):
+        assert results[1] == results[0]
+    else:
+        assert results[0].keys() == results[1].keys() and equal(results[1], straight)
+
+
+def test_float32_adapters_on_a_bf16_base():
+    """C34, C43: each gradient has its tensor's type, near the exact one in bf16."""
+    base = tiny_llama(layers=1).bfloat16()
+    exact = lora(base)
+    assert {p.dtype for p in exact.parameters()} == {torch.float32, torch.bfloat16}  # as PEFT makes it
+    model = twin(exact)
+    apply_hot(model, HOTConfig(lora=True))
+    inputs = token_batch()
+    (_, want), (_, got) = step(exact, inputs), step(model, inputs)
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            assert got[name].dtype == parameter.dtype == torch.float32
+            assert relative_error(got[name], want[name]) < 0.3, name
+
+
+def test_lora_b_at_zero():
+    """C04: PEFT's own start, B = 0: lora_A's gradient is exactly zero, B's is near, nothing is NaN."""
+    exact = lora(tiny_llama(layers=1), init_lora_weights=True)
+    model = twin(exact)
+    apply_hot(model, HOTConfig(lora=True))
+    got = step(model, token_batch())[1]
+    assert all(not g.any() for n, g in got.items() if "lora_A" in n)
+    assert all(torch.isfinite(g).all() and g.any() for n, g in got.items() if "lora_B" in n)
+
+
+def test_target_parameters_of_experts():
+    """LoRA on fused expert weights (target_parameters) sits on a patched experts layer."""
+    base = build("Mixtral").eval()
+    config = peft.LoraConfig(r=4, target_modules=[], target_parameters=["experts.down_proj"], init_lora_weights=False)
+    torch.manual_seed(5)
+    exact = peft.get_peft_model(twin(base), config).eval()
+    model = twin(exact)
+    apply_hot(model)
+    assert any(n.endswith("experts.base_layer") for n in patched(model))
+    inputs = batch("Mixtral")
+    (want_loss, want), (loss, got) = step(exact, inputs), step(model, inputs)
+    torch.testing.assert_close(loss, want_loss)
+    both = [torch.cat([g[n].flatten() for n in want]) for g in (got, want)]
+    assert 0 < relative_error(*both) < 0.3
+
+
+def test_qlora_on_the_cpu():
+    """QLoRA: a bitsandbytes NF4 base stays as it is, lora_A is patched; without adapters the error says what to do."""
+    bnb = pytest.importorskip("bitsandbytes")
+    model = tiny_llama(layers=1)
+    for name, module in list(model.named_modules()):
+        if isinstance(module, nn.Linear) and name != "lm_head":
+            four = bnb.nn.Linear4bit(module.in_features, module.out_features, bias=False, quant_type="nf4")
+            four.weight = bnb.nn.Params4bit(module.weight.data, requires_grad=False, quant_type="nf4")
+            parent = model.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], four.to("cpu"))
+    model.is_loaded_in_4bit = True
+    with pytest.raises(HOTPatchError, match="Linear4bit"):
+        apply_hot(copy.deepcopy(model))
+    exact = lora(model, target_modules=["q_proj", "v_proj", "up_proj"])
+    hot = copy.deepcopy(exact)
+    report = apply_hot(hot, HOTConfig(lora=True))
+    assert len(report.patched) == 3 and all("lora_A" in n for n in report.patched)
+    inputs = token_batch()
+    (want_loss, want), (loss, got) = step(exact, inputs), step(hot, inputs)
+    assert loss == want_loss
+    for name, gradient in want.items():
+        assert relative_error(got[name], gradient) < 0.3, name
+
+
+def test_quantized_base_from_pretrained(tmp_path):
+    """bitsandbytes through from_pretrained: the error names the quantizer and the way on, and that way works."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    from hot_hf import AutoModelForCausalLM
+
+    tiny_llama(layers=1).save_pretrained(tmp_path)
+    settings = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "device_map": "cpu"}
+    with pytest.raises(HOTPatchError, match=r"quantized.*\n*.*HOTConfig\(lora=True\)"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, hot_config="default", **settings)
+    model = lora(AutoModelForCausalLM.from_pretrained(tmp_path, **settings))
+    apply_hot(model, HOTConfig(lora=True))
+    assert len(patched(model)) == 3
+    assert torch.isfinite(step(model, token_batch())[0])
