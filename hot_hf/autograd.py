@@ -48,6 +48,9 @@ class HOTFunction(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         with _exact_types(grad_output.device.type), torch.no_grad():
             g = grad_output.reshape(-1, grad_output.shape[-1])
+            if needs_x and needs_weight and ctx.plan.grad_input_bits and ctx.plan.activation_format != "none":
+                grad_x, grad_weight = _grad_both(g, weight, kept, scale, ctx)
+                grad_x, needs_x, needs_weight = grad_x.reshape(ctx.x_shape), False, False
             if needs_x:
                 grad_x = _grad_input(g, weight, ctx.plan, ctx.seed, ctx.x_dtype).reshape(ctx.x_shape)
             if needs_weight:
@@ -97,6 +100,26 @@ def _grad_input(g: Tensor, weight: Tensor, plan: Plan, seed: int, dtype: torch.d
         return (g @ weight.to(g.dtype)).to(dtype)  # under autocast nn.Linear multiplies in g's type too
     per_token = plan.grad_input_granularity != "per_tensor"
     return ops.grad_input(g, weight, plan.grad_input_bits, plan.block_size, per_token, plan.rounding, seed + 1, dtype)
+
+
+def _grad_both(g: Tensor, weight: Tensor, kept: Tensor, scale: Tensor, ctx) -> tuple[Tensor, Tensor]:
+    plan = ctx.plan
+    return ops.grad_both(
+        g,
+        weight,
+        kept,
+        scale,
+        plan.grad_input_bits,
+        plan.activation_format,
+        plan.rank,
+        plan.block_size,
+        plan.grad_input_granularity != "per_tensor",
+        plan.grad_weight_granularity == "per_feature",
+        plan.rounding,
+        ctx.seed,  # seed + 1 to grad_input, seed + 3 to grad_weight
+        ctx.x_dtype,
+        ctx.weight_dtype,
+    )
 
 
 def _grad_weight(

@@ -14,7 +14,7 @@ from . import formats, reference
 from .backends import backend_for
 from .formats import FORMATS
 
-__all__ = ["FORMATS", "backend_for", "compress", "formats", "grad_input", "grad_weight", "reference"]
+__all__ = ["FORMATS", "backend_for", "compress", "formats", "grad_both", "grad_input", "grad_weight", "reference"]
 
 
 def _check_matrix(op: str, **tensors: Tensor) -> None:
@@ -56,9 +56,11 @@ def compress(
 @compress.register_fake
 def _(x, fmt, rank, block_size, per_feature, rounding, seed):
     row = FORMATS[fmt]
-    packed = x.new_empty(
-        row.packed_shape(x.shape[0], x.shape[1], rank, block_size), dtype=torch.uint8 if row.bits == 4 else torch.int8
-    )
+    shape = row.packed_shape(x.shape[0], x.shape[1], rank, block_size)
+    dtype = torch.uint8 if row.bits == 4 else torch.int8
+    # The layout is the backend's: on a GPU the projected tokens (the contraction) are innermost.
+    projected = getattr(backend_for(x), "empty_projected", None) if fmt.startswith("hla") else None
+    packed = x.new_empty(shape, dtype=dtype) if projected is None else projected(x, shape, dtype)
     scale = x.new_empty((row.scale_size(x.shape[0], x.shape[1], per_feature),), dtype=reference.compute_dtype(x))
     return packed, scale
 
@@ -128,6 +130,55 @@ def _(g, packed, scale, fmt, in_features, rank, block_size, per_feature, roundin
     return g.new_empty((g.shape[1], in_features), dtype=dtype)
 
 
+@custom_op("hot_hf::grad_both", mutates_args=())
+def grad_both(
+    g: Tensor,
+    weight: Tensor,
+    packed: Tensor,
+    scale: Tensor,
+    bits: int,
+    fmt: str,
+    rank: int,
+    block_size: int,
+    per_token: bool,
+    per_feature: bool,
+    rounding: str,
+    seed: int,
+    input_dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """``grad_input`` with ``seed + 1`` and ``grad_weight`` with ``seed + 3``, sharing their passes over g.
+
+    Arguments and results are those of the two, with equal values.
+    """
+    _check_matrix("grad_both", g=g, weight=weight)
+    if bits not in reference.QMAX:
+        raise ValueError(f"hot_hf.ops.grad_both: bits must be 4 or 8, got {bits}")
+    row = _format("grad_both", fmt, rank)
+    settings = (bits, row, rank, block_size, per_token, per_feature, rounding, seed, input_dtype, weight_dtype)
+    return formats.grad_both(backend_for(g), g, weight, packed, scale, *settings)
+
+
+@grad_both.register_fake
+def _(
+    g,
+    weight,
+    packed,
+    scale,
+    bits,
+    fmt,
+    rank,
+    block_size,
+    per_token,
+    per_feature,
+    rounding,
+    seed,
+    input_dtype,
+    weight_dtype,
+):
+    return g.new_empty((g.shape[0], weight.shape[1]), dtype=input_dtype), g.new_empty(weight.shape, dtype=weight_dtype)
+
+
 def _refuse_double_backward(ctx, *grads):
     raise RuntimeError(
         "hot_hf: the gradient of a HOT layer was differentiated again (a gradient penalty or a Hessian product). "
@@ -136,5 +187,5 @@ def _refuse_double_backward(ctx, *grads):
     )
 
 
-for _op in (compress, grad_input, grad_weight):
+for _op in (compress, grad_input, grad_weight, grad_both):
     _op.register_autograd(_refuse_double_backward)

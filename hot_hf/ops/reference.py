@@ -166,9 +166,9 @@ def project_tokens(x: Tensor, rank: int) -> Tensor:
     x = x.to(compute_dtype(x))
     tokens, features = x.shape
     x = torch.nn.functional.pad(x, (0, 0, 0, padded(tokens, TOKEN_BLOCK) - tokens))
-    blocks = x.view(-1, TOKEN_BLOCK, features).transpose(1, 2)
+    blocks = x.view(x.shape[0] // TOKEN_BLOCK, TOKEN_BLOCK, features).transpose(1, 2)
     kept = hadamard(blocks, TOKEN_BLOCK)[..., sequency_order()[:rank]]
-    return kept.transpose(1, 2).reshape(-1, features)
+    return kept.transpose(1, 2).reshape(blocks.shape[0] * rank, features)
 
 
 def project_quantize(

@@ -1,0 +1,132 @@
+"""``hot-hf doctor``: what this machine has, which backend serves each device, and whether its results are right.
+
+Every operator runs on small random tensors on every device, and is compared with the reference on the CPU: the packed
+integers must be equal, the gradients too, up to the rounding of their last products.
+"""
+
+from __future__ import annotations
+
+import argparse
+import platform
+from collections.abc import Iterator
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+
+import torch
+
+from . import ops
+from .ops import FORMATS, backends, formats, reference
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft")
+# The scales multiply exact integers in two float32 products, in any order a backend likes: 2 * 2^-24, twice over.
+TOLERANCE = 4 * 2.0**-24
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--device", help="check only this device, for example cuda:1 (default: the CPU and all others)")
+
+
+def devices() -> list[torch.device]:
+    """The CPU and every device of the accelerator that torch sees, whatever its kind."""
+    found = [torch.device("cpu")]
+    if torch.accelerator.is_available():
+        kind = torch.accelerator.current_accelerator().type
+        found += [torch.device(kind, index) for index in range(torch.accelerator.device_count())]
+    return found
+
+
+def installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "not installed"
+
+
+def describe(device: torch.device) -> str:
+    """Name and capability of a device, as far as torch tells."""
+    if device.type == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.backends.cpu.get_cpu_capability()}"
+    module = torch.get_device_module(device)
+    properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
+    return str(properties) if properties is not None else device.type
+
+
+# The same arguments, computed by the reference.
+EXPECTED = {
+    ops.compress: lambda x, fmt, *rest: FORMATS[fmt].compress(reference, x, *rest),
+    ops.grad_input: partial(formats.grad_input, reference),
+    ops.grad_weight: lambda g, packed, scale, fmt, *rest: FORMATS[fmt].grad_weight(reference, g, packed, scale, *rest),
+    ops.grad_both: lambda g, weight, packed, scale, bits, fmt, *rest: formats.grad_both(
+        reference, g, weight, packed, scale, bits, FORMATS[fmt], *rest
+    ),
+}
+
+
+def _cases(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple]:
+    """(name, operator, its arguments) of each check; the first argument's device decides the backend."""
+    for bits in (8, 4):
+        for per_token in (True, False):
+            name = f"grad_input INT{bits} {'per_token' if per_token else 'per_tensor'}"
+            yield name, ops.grad_input, g, weight, bits, 16, per_token, "nearest", 0, torch.float32
+    for fmt in FORMATS:
+        yield f"compress {fmt}", ops.compress, x, fmt, 8, 16, True, "stochastic", 5
+        packed, scale = EXPECTED[ops.compress](x, fmt, 8, 16, True, "nearest", 0)
+        settings = (x.shape[1], 8, 16, True, "nearest", 0, torch.float32)
+        yield f"grad_weight {fmt}", ops.grad_weight, g, packed, scale, fmt, *settings
+        settings = (8, 16, True, True, "nearest", 0, torch.float32, torch.float32)
+        yield f"grad_both {fmt}", ops.grad_both, g, weight, packed, scale, 8, fmt, *settings
+
+
+def _difference(actual, expected) -> float:
+    """Largest difference relative to the largest value; integers that differ count as infinity."""
+    if isinstance(expected, tuple):
+        return max(_difference(a, e) for a, e in zip(actual, expected, strict=True))
+    actual = actual.cpu()
+    if actual.dtype != expected.dtype or actual.shape != expected.shape:
+        return float("inf")
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(actual, expected) else float("inf")
+    difference = ((actual - expected).abs().max() / expected.abs().max()).item()
+    return difference if difference == difference else float("inf")
+
+
+def self_check(device: torch.device, seed: int = 0) -> list[tuple[str, str, str]]:
+    """(operator, backend, "ok" or what is wrong) for every operator on ``device``."""
+    generator = torch.Generator().manual_seed(seed)
+    g, x = (torch.randn(100, features, generator=generator) for features in (96, 80))
+    weight = torch.randn(96, 80, generator=generator)
+    rows = []
+    for name, op, *arguments in _cases(g, x, weight):
+        expected = EXPECTED[op](*arguments)
+        moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
+        backend = ops.backend_for(moved[0]).__name__.removeprefix("hot_hf.ops.")
+        try:
+            difference = _difference(op(*moved), expected)
+            verdict = "ok" if difference <= TOLERANCE else f"WRONG: off by {difference:.2g}"
+        except Exception as error:
+            verdict = f"FAILED: {type(error).__name__}: {error}"
+        rows.append((name, backend, verdict))
+    return rows
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report; 1 if an operator gives a wrong result."""
+    print(f"python {platform.python_version()} on {platform.platform()}")
+    print("  ".join(f"{package} {installed(package)}" for package in PACKAGES))
+    try:
+        chosen = [torch.device(args.device)] if args.device else devices()
+    except RuntimeError as error:
+        raise ValueError(f"--device {args.device}: {error}") from None
+    bad = 0
+    for device in chosen:
+        print(f"\n{device}: {describe(device)}")
+        if device.type != "cpu":
+            reason = backends.why_no_kernels(device.type, device.index)
+            print("  Triton kernels" if reason is None else f"  plain torch instead of kernels: {reason}")
+        for name, backend, verdict in self_check(device):
+            bad += verdict != "ok"
+            print(f"  {name:32}{backend:12}{verdict}")
+    if len(chosen) == 1 and not args.device:
+        print("\nno accelerator: the Triton kernels are not used on this machine")
+    print(f"\n{bad} operators give wrong results" if bad else "\nall operators agree with the reference")
+    return 1 if bad else 0

@@ -1,0 +1,168 @@
+"""Tile sizes per architecture family, each with its reason.
+
+No entry was timed yet: they follow from the hardware limits named beside them, and from what the compiler reports
+(registers, spills, shared memory: docs/results/kernels.md). ``scripts/bench_gpu.py`` is what will correct them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from .launch import next_power_of_2
+
+
+@dataclass(frozen=True)
+class ProductTile:
+    """One configuration of the integer product: bm x bn outputs, bk bytes of each operand per step."""
+
+    bm: int
+    bn: int
+    bk: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class Family:
+    """How the kernels are cut for one architecture family.
+
+    product, packed: tiles for int8 operands, and where 4-bit operands are widened in registers. small: for outputs of
+    few tiles. row_elements: elements per program of the feature quantizer; row_limit: the longest row it holds in
+    registers. tile: (rows, columns) of the token quantizers; tile_warps: theirs. shared_limit: bytes per block.
+    """
+
+    name: str
+    product: ProductTile
+    packed: ProductTile
+    small: ProductTile
+    shared_limit: int
+    reason: str
+    row_elements: int = 8192
+    row_limit: int = 16384
+    tile: tuple[int, int] = (128, 64)
+    tile_warps: int = 8
+    candidates: tuple[ProductTile, ...] = ()
+
+
+FAMILIES = {
+    "sm_80": Family(
+        "sm_80",
+        product=ProductTile(128, 128, 128, 8, 3),
+        packed=ProductTile(128, 128, 64, 8, 3),
+        small=ProductTile(64, 64, 128, 4, 4),
+        shared_limit=163 * 1024,
+        reason="mma.sync: 128x128 int32 sums are 64 registers a thread with 8 warps, which leaves room for fragments; "
+        "bk=128 bytes is a whole cache line per row; packed operands widen in registers, so half the step",
+    ),
+    "sm_86": Family(
+        "sm_86",
+        product=ProductTile(128, 128, 64, 8, 4),
+        packed=ProductTile(128, 128, 64, 8, 2),
+        small=ProductTile(64, 64, 64, 4, 4),
+        shared_limit=99 * 1024,
+        reason="sm_86, sm_89 and sm_120 have 99 KiB a block: half of sm_80's step, one stage more",
+    ),
+    "sm_90": Family(
+        "sm_90",
+        product=ProductTile(128, 256, 128, 8, 4),
+        packed=ProductTile(128, 128, 128, 8, 3),
+        small=ProductTile(64, 128, 128, 4, 4),
+        shared_limit=227 * 1024,
+        reason="wgmma reads both operands from shared memory: 128x256 needs 3/4 of the reads per product of 128x128; "
+        "its sums are 128 registers a thread with 8 warps; 4 stages of 48 KiB take 192 of 227 KiB",
+    ),
+    "sm_100": Family(
+        "sm_100",
+        product=ProductTile(128, 256, 128, 8, 3),
+        packed=ProductTile(128, 128, 64, 8, 3),
+        small=ProductTile(64, 64, 128, 4, 4),
+        shared_limit=227 * 1024,
+        reason="tcgen05 keeps its sums in tensor memory (128 lanes, 512 columns of 32 bits): 128x256 fills half of it, "
+        "so that the epilogue of one block overlaps the next",
+    ),
+    "gfx942": Family(
+        "gfx942",
+        product=ProductTile(128, 128, 64, 8, 2),
+        packed=ProductTile(128, 128, 64, 8, 2),
+        small=ProductTile(64, 64, 64, 4, 2),
+        shared_limit=64 * 1024,
+        reason="64 KiB of LDS a block; wavefronts of 64, so 8 of them hold 32 sums a lane",
+    ),
+}
+_BY_CAPABILITY = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_86", (9, 0): "sm_90", (12, 0): "sm_86"}
+
+
+def family_of_capability(capability: tuple[int, int]) -> Family:
+    """The family of a CUDA compute capability; a newer one than the table knows takes the nearest older family.
+
+    Raises:
+        ValueError: below 8.0.
+    """
+    if capability < (8, 0):
+        raise ValueError(
+            f"compute capability {capability[0]}.{capability[1]}: Triton compiles no int8 product below 8.0 "
+            "(sm_70 has no int8 matrix instruction, sm_75's is not exposed); the torch path is used there"
+        )
+    if capability in _BY_CAPABILITY:
+        return FAMILIES[_BY_CAPABILITY[capability]]
+    return FAMILIES["sm_100" if capability[0] in (10, 11) else "sm_90" if capability[0] == 9 else "sm_86"]
+
+
+def family_of_arch(backend: str, arch: int | str) -> Family:
+    """The family of a Triton target, ("cuda", 90) or ("hip", "gfx942").
+
+    Raises:
+        ValueError: for a target without kernels.
+    """
+    if backend == "hip":
+        name = str(arch).split(":")[0]
+        if name not in FAMILIES:
+            raise ValueError(f"{name}: no tuning table; the torch path is used there. Known: gfx942")
+        return FAMILIES[name]
+    return family_of_capability(divmod(int(arch), 10))
+
+
+@cache
+def family_of_device(device_type: str, index: int | None) -> Family:
+    """The family of a device that ``backends.backend_for`` gave to these kernels; the interpreter takes sm_86."""
+    if device_type == "cpu":
+        return FAMILIES["sm_86"]
+    properties = torch.get_device_module(device_type).get_device_properties(index or 0)
+    if torch.version.hip:
+        return family_of_arch("hip", properties.gcnArchName)
+    return family_of_capability((properties.major, properties.minor))
+
+
+def bucket(size: int) -> int:
+    """Sizes that share a choice: the next power of two, so that varying sequence lengths do not tune again."""
+    return next_power_of_2(size)
+
+
+_chosen: dict[tuple, ProductTile] = {}
+
+
+def product_tile(
+    family: Family, m: int, n: int, k: int, pack: str, processors: int, time: Callable[[ProductTile], float] | None
+) -> ProductTile:
+    """The tile of one product.
+
+    Args:
+        m, n, k: its sizes; pack: as in product.py; processors: of the device.
+        time: milliseconds of a tile; used where ``HOT_HF_AUTOTUNE=1``, once per bucket of sizes and process. Every tile
+            gives the same result, so a choice never changes a number.
+    """
+    tile = family.packed if pack else family.product
+    if -(-m // tile.bm) * -(-n // tile.bn) < processors:  # too few programs to fill the device
+        tile = family.small
+    if time is None or os.environ.get("HOT_HF_AUTOTUNE") != "1":
+        return tile
+    key = (family.name, pack, bucket(m), bucket(n), bucket(k))
+    if key not in _chosen:
+        tiles = {tile, family.small, family.packed, *(() if pack else (family.product,)), *family.candidates}
+        _chosen[key] = min(sorted(tiles, key=repr), key=time)
+    return _chosen[key]
