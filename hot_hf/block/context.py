@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .functions import BitDropout, BitReLU, RecomputedAttention
-from .hold import Exact, Groups, Hook, Identity, Recipe
+from .hold import Exact, Groups, Hook, Identity, Recipe, View
 from .kinds import CODECS, KINDS, RECOMPUTED, Codec
 
 # Below this a scale and a kernel launch cost more than the bytes are worth: statistics, biases, single rows.
@@ -46,7 +46,7 @@ class BlockContext(TorchFunctionMode):
 
     # Saved-tensor hook
 
-    def pack(self, tensor: Tensor) -> Exact | Groups | Recipe:
+    def pack(self, tensor: Tensor) -> Exact | Groups | Recipe | View:
         if self.codec is None or not self.packable(tensor):
             return Exact(tensor, self.outer)
         held = self.find(tensor)
@@ -68,7 +68,9 @@ class BlockContext(TorchFunctionMode):
 
     def find(self, tensor: Tensor) -> Any | None:
         entry = self.held.get(Identity.key(tensor))
-        return entry[1] if entry is not None and entry[0].alive() else None
+        if entry is None or not entry[0].alive():
+            return None
+        return entry[1] if entry[1].shape == tensor.shape else View(entry[1], tensor.shape)
 
     def remember(self, tensor: Tensor, held: Any) -> None:
         self.held[Identity.key(tensor)] = (Identity(tensor), held)
@@ -92,13 +94,7 @@ class BlockContext(TorchFunctionMode):
             out = func(*args, **kwargs)
         finally:
             self.codec = None
-        if (
-            self.held
-            and name in RECOMPUTED
-            and isinstance(out, Tensor)
-            and out.requires_grad
-            and out.numel() >= SMALLEST
-        ):
+        if self.held and name in RECOMPUTED and isinstance(out, Tensor) and self.packable(out):
             self.note_recipe(func, args, kwargs, out)
         return out
 
@@ -118,7 +114,7 @@ class BlockContext(TorchFunctionMode):
                 a = held
             ingredients.append(a)
         if from_held and not any(isinstance(v, Tensor) for v in kwargs.values()):
-            self.remember(out, Recipe(func, tuple(ingredients), kwargs))
+            self.remember(out, Recipe(func, tuple(ingredients), kwargs, out.shape))
 
 
 def _attention(

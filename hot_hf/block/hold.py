@@ -98,12 +98,12 @@ class Layout:
 class Groups:
     """A tensor in packed groups, handed on to the saved-tensor hooks that were there before, if any."""
 
-    __slots__ = ("layout", "packed", "scale", "unpack")
+    __slots__ = ("layout", "packed", "scale", "shape", "unpack")
 
     def __init__(self, tensor: Tensor, codec: Codec, outer: tuple[Hook, Hook] | None) -> None:
         pack, self.unpack = outer or (_as_is, _as_is)
         self.layout, packed, scale = Layout.pack(tensor, codec)
-        self.packed, self.scale = pack(packed), pack(scale)
+        self.packed, self.scale, self.shape = pack(packed), pack(scale), tensor.shape
 
     def value(self) -> Tensor:
         return self.layout.unpack(self.unpack(self.packed), self.unpack(self.scale))
@@ -112,10 +112,10 @@ class Groups:
 class Recipe:
     """A tensor computed again, by the function that made it, from what its input is held as."""
 
-    __slots__ = ("args", "function", "kwargs")
+    __slots__ = ("args", "function", "kwargs", "shape")
 
-    def __init__(self, function: Callable, args: tuple, kwargs: dict) -> None:
-        self.function, self.args, self.kwargs = function, args, kwargs
+    def __init__(self, function: Callable, args: tuple, kwargs: dict, shape: torch.Size) -> None:
+        self.function, self.args, self.kwargs, self.shape = function, args, kwargs, shape
 
     @torch.no_grad()
     def value(self) -> Tensor:
@@ -123,7 +123,19 @@ class Recipe:
         return self.function(*args, **self.kwargs)
 
 
-HELD = (Exact, Groups, Recipe)
+class View:
+    """The contiguous tensor that somebody else holds, in another shape."""
+
+    __slots__ = ("held", "shape")
+
+    def __init__(self, held: Groups | Recipe, shape: torch.Size) -> None:
+        self.held, self.shape = held, shape
+
+    def value(self) -> Tensor:
+        return self.held.value().reshape(self.shape)
+
+
+HELD = (Exact, Groups, Recipe, View)
 
 
 def bits_of(mask: Tensor) -> Tensor:

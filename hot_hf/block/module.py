@@ -45,8 +45,8 @@ def _stands_aside(module: HOTBlockMixin) -> bool:
             module.hot_block.told = True
             warnings.warn(
                 "hot_hf: HOTConfig(compress='block') does nothing in blocks under gradient checkpointing: they keep "
-                "only their input, less than compression would. Switch gradient checkpointing off to trade those bytes for "
-                "the time of its second forward (docs/memory.md).",
+                "only their input, less than compression would. Switch gradient checkpointing off to trade those "
+                "bytes for the time of its second forward (docs/memory.md).",
                 stacklevel=3,
             )
         return True
