@@ -1,0 +1,205 @@
+"""measure: every storage once, by owner, kind and type. estimate: the same bytes from a configuration alone."""
+
+import copy
+import json
+
+import pytest
+import torch
+from peft import get_peft_model
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from transformers import BertConfig, LlamaConfig, ViTConfig
+
+import hot_hf.memory.prediction as prediction
+from hot_hf import HOTConfig, apply_hot
+from hot_hf.cli import main
+from hot_hf.memory import Estimator, SavedTensors, estimate, largest_batch, measure
+
+CONFIGS = {
+    "vit": ViTConfig(
+        image_size=64,
+        patch_size=8,
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=3,
+        intermediate_size=384,
+        architectures=["ViTForImageClassification"],
+    ),
+    "bert": BertConfig(
+        hidden_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        intermediate_size=512,
+        vocab_size=400,
+        architectures=["BertForSequenceClassification"],
+    ),
+    "llama": LlamaConfig(
+        hidden_size=128,
+        intermediate_size=344,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=400,
+        architectures=["LlamaForCausalLM"],
+    ),
+}
+METHODS = (
+    "exact",
+    "hot",
+    "hot+block",
+    "paper+block",
+    "checkpointing",
+    "hot+checkpointing",
+    "lora",
+    "lora+hot",
+    "lora+hot+block",
+    "lora+checkpointing",
+)
+
+
+def real_model(config, method: str, dtype: torch.dtype) -> nn.Module:
+    """What a user would build and patch, on the CPU."""
+    import transformers
+
+    torch.manual_seed(0)
+    model = getattr(transformers, config.architectures[0])._from_config(copy.deepcopy(config), dtype=dtype)
+    if hasattr(model.config, "use_cache"):
+        model.config.use_cache = False
+    wanted = prediction.Method(method)
+    if wanted.checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if wanted.lora:
+        from peft import LoraConfig
+
+        model = get_peft_model(model, LoraConfig(r=8, target_modules="all-linear", **prediction._peft_task(model)))
+    if wanted.config is not None:
+        apply_hot(model, wanted.config)
+        prediction.fix_selection(model)
+    return model.train()
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("family", CONFIGS)
+def test_estimate_is_what_measure_finds(family, method):
+    """Predicted on meta tensors within 5% of what a real forward keeps; parameters and gradients to the byte."""
+    config = CONFIGS[family]
+    batch, length = 3, None if family == "vit" else 80
+    dtype = torch.bfloat16 if family == "llama" else torch.float32
+    predicted = estimate(config, batch, length, method, dtype=dtype, device="cpu")
+    model = real_model(config, method, dtype)
+    found = measure(model, prediction.example_batch(model, batch, length))
+    assert predicted.activations == pytest.approx(found.total_bytes, rel=0.05)  # the promise; they were equal
+    assert predicted.parameters == sum(p.numel() * p.element_size() for p in model.parameters())
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    assert predicted.gradients == sum(p.numel() * p.element_size() for p in trainable)
+    assert (predicted.recompute > 0) == ("checkpointing" in method)
+    assert predicted.kept.by("kind").keys() == found.by("kind").keys()
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
+def test_optimizer_state_is_what_torch_allocates(optimizer):
+    model = real_model(CONFIGS["vit"], "lora", torch.float32)
+    trainable = [p for p in model.parameters() if p.requires_grad]
+    made = {
+        "adamw": lambda: torch.optim.AdamW(trainable),
+        "momentum": lambda: torch.optim.SGD(trainable, 0.1, momentum=0.9),
+        "sgd": lambda: torch.optim.SGD(trainable, 0.1),
+    }[optimizer]()
+    for p in trainable:
+        p.grad = torch.zeros_like(p)
+    made.step()
+    state = [t for s in made.state.values() for t in s.values() if isinstance(t, torch.Tensor)]
+    assert prediction.optimizer_bytes(model, optimizer) == sum(t.numel() * t.element_size() for t in state)
+
+
+def test_largest_batch_fits_and_one_more_does_not():
+    estimator = Estimator(CONFIGS["llama"], length=64, method="hot", device="cpu")
+    memory = estimator.at(13).total + 1000
+    assert largest_batch(estimator, memory) == 13
+    assert largest_batch(estimator, estimator.at(1).total - 1) == 0
+
+
+def test_devices_differ_where_their_kernels_do():
+    """Attention with dropout is fused on a GPU and written out on the CPU, where its probabilities are kept."""
+    cpu, cuda = (estimate(CONFIGS["bert"], 2, 128, "exact", device=d).activations for d in ("cpu", "cuda"))
+    assert cuda < 0.8 * cpu
+
+
+def test_user_errors():
+    with pytest.raises(ValueError, match=r"\['hat'\] not known"):
+        estimate(CONFIGS["vit"], method="hat")
+    with pytest.raises(ValueError, match="2 presets"):
+        estimate(CONFIGS["vit"], method="paper+fast")
+    with pytest.raises(ValueError, match="optimizer 'adam'"):
+        estimate(CONFIGS["vit"], method="exact", optimizer="adam")
+    with pytest.raises(ValueError, match="at least 1"):
+        estimate(CONFIGS["vit"], batch=0, method="exact")
+    with pytest.raises(ValueError, match="task 'sorting'"):
+        estimate(CONFIGS["vit"], method="exact", task="sorting")
+    with pytest.raises(ValueError, match="model_type"):
+        estimate({"hidden_size": 3}, method="exact")
+    with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
+        measure(nn.Linear(2, 2), torch.ones(1, 2))
+
+
+def test_command_prints_a_table_and_draws(tmp_path, capsys):
+    CONFIGS["llama"].save_pretrained(tmp_path / "model")
+    chart = tmp_path / "chart.png"
+    arguments = ["estimate", str(tmp_path / "model"), "--batch", "2", "--length", "64", "--memory-gb", "1"]
+    assert main([*arguments, "--methods", "exact", "hot+block", "--plot", str(chart)]) == 0
+    out = capsys.readouterr().out
+    exact, block = (next(r.split() for r in out.splitlines() if r.startswith(m)) for m in ("exact", "hot+block"))
+    assert int(block[-1]) > int(exact[-1]) > 100  # the largest batch in 1 GB
+    assert chart.read_bytes().startswith(b"\x89PNG")
+    assert main(["estimate", str(tmp_path / "model" / "config.json"), "--methods", "exact", "--no-plot"]) == 0
+    assert main([*arguments, "--methods", "magic", "--no-plot"]) == 2
+    (tmp_path / "odd.json").write_text(json.dumps({"hidden_size": 3}))
+    assert main(["estimate", str(tmp_path / "odd.json"), "--methods", "exact"]) == 2
+
+
+class Shared(nn.Module):
+    """Two layers and a product that save one input; the sum saves nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(64, 64), nn.Linear(64, 32)
+
+    def forward(self, x):
+        x = x.exp()  # saves its result, which both layers save too
+        return self.a(x).sum() + self.b(x[:, :64].view(-1, 64)).sum()
+
+
+def test_measure_counts_each_storage_once():
+    model = Shared()
+    x = torch.randn(10, 64, requires_grad=True)
+    found = measure(model, x)
+    assert found.total_bytes == 10 * 64 * 4
+    assert found.by("owner") == {"": 10 * 64 * 4}  # the model's own code saved it first
+    assert found.by("dtype") == {torch.float32: 10 * 64 * 4}
+    with SavedTensors(model) as saved:
+        model(x)
+    assert saved.bytes_of(["a"]) == saved.bytes_of(["b"]) == saved.total_bytes
+    assert found.outside("") == 0 and "MiB" in str(found)
+
+
+def test_measure_leaves_no_trace():
+    """The random state, the hooks and the memory are as before; nothing saved outlives the measurement (C54)."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(0.5), nn.Softmax(-1))
+    outputs = []
+    handle = model[2].register_forward_hook(lambda m, a, out: outputs.append(StorageWeakRef(out.untyped_storage())))
+    x = torch.randn(8, 64)
+    state = torch.get_rng_state()
+    measure(model, x)
+    assert torch.equal(torch.get_rng_state(), state)  # although the dropout drew
+    handle.remove()
+    # Softmax saves its output: kept as it is, tensor and node would keep each other alive for ever.
+    assert outputs[0].expired()
+    assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
+
+
+def test_hot_bytes_are_the_packed_inputs():
+    model = nn.Sequential(nn.Linear(256, 128), nn.GELU())
+    apply_hot(model, HOTConfig(activation_format="ht_int4"))
+    with SavedTensors(model) as saved:
+        model(torch.randn(32, 256))
+    assert saved.hot_bytes == 32 * 256 // 2 + 32 * 4  # half a byte per element, one float32 scale per token
