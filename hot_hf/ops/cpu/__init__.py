@@ -216,7 +216,7 @@ _scratch = _Scratch()
 def _product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, dtype: torch.dtype, block: int, columns: int
 ) -> Tensor | None:
-    """``(a_scale * (a @ b)) * b_scale``, transformed along its rows and cut to ``columns``; None: not for the kernels."""
+    """``(a_scale * (a @ b)) * b_scale`` transformed along its rows, cut to ``columns``. None: no kernels here."""
     kernels = library()
     depth = a.shape[1]
     scales_fit = a_scale.dtype == torch.float32 and (b_scale is None or b_scale.dtype == torch.float32)

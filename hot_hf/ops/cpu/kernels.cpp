@@ -16,6 +16,8 @@
 #include <immintrin.h>
 #endif
 
+#define INLINE __attribute__((always_inline)) inline
+
 namespace {
 
 constexpr int LANES = 16, LARGEST_BLOCK = 128;
@@ -37,29 +39,29 @@ constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds |v| < 2^
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
-template <class To, class From> inline To bits_of(From v) {
+template <class To, class From> INLINE To bits_of(From v) {
     static_assert(sizeof(To) == sizeof(From), "");
     To r;
     std::memcpy(&r, &v, sizeof r);
     return r;
 }
 
-inline vf splat(float x) { return x - vf{}; }
-inline vi splat(int32_t x) { return x - vi{}; }
+INLINE vf splat(float x) { return x - vf{}; }
+INLINE vi splat(int32_t x) { return x - vi{}; }
 
 // ---- loads and stores, widened to float32 -------------------------------------------------------------------------
 
-inline vf load(const float* p) {
+INLINE vf load(const float* p) {
     vf v;
     std::memcpy(&v, p, sizeof v);
     return v;
 }
-inline vf load(const bf16* p) {
+INLINE vf load(const bf16* p) {
     v16h h;
     std::memcpy(&h, p, sizeof h);
     return bits_of<vf>(__builtin_convertvector(h, vu) << 16);
 }
-inline vf load(const f16* p) {
+INLINE vf load(const f16* p) {
 #ifdef __AVX512F__
     return (vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p));
 #else
@@ -73,41 +75,45 @@ inline vf load(const f16* p) {
 #endif
 }
 // The first n elements and zeros; n may be negative.
-template <class T> inline vf load(const T* p, int64_t n) {
+template <class T> INLINE vf load(const T* p, int64_t n) {
     if (n >= LANES) return load(p);
     T part[LANES] = {};
     if (n > 0) std::memcpy(part, p, n * sizeof(T));
     return load(part);
 }
 
-inline void store(float* p, vf v, int64_t n) { std::memcpy(p, &v, std::min<int64_t>(n, LANES) * sizeof(float)); }
-inline void store(bf16* p, vf v, int64_t n) {
+INLINE void store(float* p, vf v) { std::memcpy(p, &v, sizeof v); }
+INLINE void store(bf16* p, vf v) {
     vu b = bits_of<vu>(v);
-    vu rounded = (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;
+    vu rounded = (b + 0x7FFFu + ((b >> 16) & 1u)) >> 16;  // half to even
     vu nan = (vu)(v != v);
-    rounded = (nan & 0x7FC0u) | (~nan & rounded);
-    v16h h = __builtin_convertvector(rounded, v16h);
-    std::memcpy(p, &h, std::min<int64_t>(n, LANES) * sizeof(bf16));
+    v16h h = __builtin_convertvector((nan & 0x7FC0u) | (~nan & rounded), v16h);
+    std::memcpy(p, &h, sizeof h);
 }
-inline void store(f16* p, vf v, int64_t n) {
+INLINE void store(f16* p, vf v) {
 #ifdef __AVX512F__
-    __m256i h = _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    std::memcpy(p, &h, std::min<int64_t>(n, LANES) * sizeof(f16));
+    _mm256_storeu_si256((__m256i*)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 #else
-    for (int i = 0; i < std::min<int64_t>(n, LANES); i++) {
+    for (int i = 0; i < LANES; i++) {
         _Float16 h = (_Float16)v[i];
         std::memcpy(p + i, &h, sizeof h);
     }
 #endif
 }
+template <class T> INLINE void store(T* p, vf v, int64_t n) {
+    if (n >= LANES) return store(p, v);
+    T part[LANES];
+    store(part, v);
+    if (n > 0) std::memcpy(p, part, n * sizeof(T));
+}
 
-inline void store_int8(int8_t* p, vi q, int64_t n) {
+INLINE void store_int8(int8_t* p, vi q, int64_t n) {
     v16b b = __builtin_convertvector(q, v16b);
     if (n >= LANES) std::memcpy(p, &b, LANES);
     else std::memcpy(p, &b, n);
 }
 // 16 integers in 8 bytes, the even one in the low nibble.
-inline void store_int4(int8_t* p, vi q, int64_t n) {
+INLINE void store_int4(int8_t* p, vi q, int64_t n) {
     vl pairs = bits_of<vl>(q);
     v8b b = __builtin_convertvector((pairs & 0xF) | ((pairs >> 28) & 0xF0), v8b);
     if (n >= LANES) std::memcpy(p, &b, 8);
@@ -117,31 +123,37 @@ inline void store_int4(int8_t* p, vi q, int64_t n) {
 // ---- the transform ------------------------------------------------------------------------------------------------
 
 // One stage inside a vector: lane i meets lane i ^ S; the lane with bit S set becomes (even - odd).
-template <int S> inline vf stage(vf v) {
+template <int S> INLINE vf stage(vf v) {
 #define X(i) ((i) ^ S)
-    vf partner = __builtin_shufflevector(v, v, X(0), X(1), X(2), X(3), X(4), X(5), X(6), X(7), X(8), X(9), X(10), X(11),
-                                         X(12), X(13), X(14), X(15));
+    const vf partner = __builtin_shufflevector(v, v, X(0), X(1), X(2), X(3), X(4), X(5), X(6), X(7), X(8), X(9), X(10),
+                                               X(11), X(12), X(13), X(14), X(15));
 #undef X
-#define N(i) ((i) & S ? INT32_MIN : 0)
-    const vi flip = {N(0), N(1), N(2), N(3), N(4), N(5), N(6), N(7), N(8), N(9), N(10), N(11), N(12), N(13), N(14), N(15)};
-#undef N
-    return partner + bits_of<vf>(bits_of<vi>(v) ^ flip);
+#define SIGN(i) ((i) & S ? -1.0f : 1.0f)
+    const vf sign = {SIGN(0), SIGN(1), SIGN(2),  SIGN(3),  SIGN(4),  SIGN(5),  SIGN(6),  SIGN(7),
+                     SIGN(8), SIGN(9), SIGN(10), SIGN(11), SIGN(12), SIGN(13), SIGN(14), SIGN(15)};
+#undef SIGN
+#ifdef __AVX512F__
+    return (vf)_mm512_fmadd_ps((__m512)v, (__m512)sign, (__m512)partner);  // the product is exact: one rounding, as a sum
+#else
+    return v * sign + partner;
+#endif
 }
+INLINE vf transform16(vf v) { return stage<8>(stage<4>(stage<2>(stage<1>(v)))); }
 
 // Blocks of ``block`` (16 or more) along a row of ``padded`` floats, in place, without the final factor.
-inline void butterfly_row(float* row, int64_t padded, int block) {
-    for (int64_t i = 0; i < padded; i += LANES) store(row + i, stage<8>(stage<4>(stage<2>(stage<1>(load(row + i))))), LANES);
+INLINE void butterfly_row(float* row, int64_t padded, int block) {
+    for (int64_t i = 0; i < padded; i += LANES) store(row + i, transform16(load(row + i)));
     for (int s = LANES; s < block; s *= 2)
         for (int64_t i = 0; i < padded; i += 2 * s)
             for (int j = 0; j < s; j += LANES) {
                 vf even = load(row + i + j), odd = load(row + i + j + s);
-                store(row + i + j, even + odd, LANES);
-                store(row + i + j + s, even - odd, LANES);
+                store(row + i + j, even + odd);
+                store(row + i + j + s, even - odd);
             }
 }
 
 // A block of 16 rows, a vector each.
-inline void butterfly_vectors(vf* v) {
+INLINE void butterfly_vectors(vf* v) {
 #pragma GCC unroll 4
     for (int s = 1; s < LANES; s *= 2)
 #pragma GCC unroll 16
@@ -157,7 +169,7 @@ inline void butterfly_vectors(vf* v) {
 // ---- rounding -----------------------------------------------------------------------------------------------------
 
 // Philox4x32-10, counter = element index; 24 bits of word 0 as a float on [0, 1).
-inline vf uniform(uint64_t seed, uint64_t first, uint64_t step) {
+INLINE vf uniform(uint64_t seed, uint64_t first, uint64_t step) {
     vf u;
     for (int i = 0; i < LANES; i++) {
         uint64_t index = first + step * i;
@@ -174,13 +186,9 @@ inline vf uniform(uint64_t seed, uint64_t first, uint64_t step) {
     return u;
 }
 
-struct Draw {  // numbers of the 16 elements at hand: first, first + step, ...
-    uint64_t seed, first, step;
-};
-
-// Not inlined: it would double the code of every kernel, and drawing costs far more than a call.
-__attribute__((noinline)) vi round_with_noise(vf v, int rounding, int qmax, Draw d) {
-    v = v + (rounding == STOCHASTIC ? uniform(d.seed, d.first, d.step)
+// Not inlined: drawing costs far more than a call. ``number`` is the first lane's, ``step`` takes it to the next.
+__attribute__((noinline)) vi round_with_noise(vf v, int rounding, int qmax, uint64_t seed, uint64_t number, uint64_t step) {
+    v = v + (rounding == STOCHASTIC ? uniform(seed, number, step)
                                     : __builtin_convertvector(bits_of<vi>(v) & 0x7FF, vf) * 0x1p-11f);
     vi q = __builtin_convertvector(v, vi);  // towards zero
     q += (vi)(v < __builtin_convertvector(q, vf));
@@ -188,37 +196,34 @@ __attribute__((noinline)) vi round_with_noise(vf v, int rounding, int qmax, Draw
     return q < splat(-qmax) ? splat(-qmax) : q;
 }
 
-inline vi round_values(vf v, vf inverse, vi live, int rounding, int qmax, Draw d) {
-    v = bits_of<vf>(bits_of<vi>(v * inverse) & live);
-    // No clamp: |v * inverse| <= qmax * (1 + 2^-22), which rounds to qmax.
-    if (rounding == NEAREST) return bits_of<vi>(v + ROUNDER) - bits_of<vi>(splat(ROUNDER));
-    return round_with_noise(v, rounding, qmax, d);
-}
+// No clamp: |v * inverse| <= qmax * (1 + 2^-22), which rounds to qmax.
+INLINE vi round_nearest(vf v) { return bits_of<vi>(v + ROUNDER) - bits_of<vi>(splat(ROUNDER)); }
+INLINE vf scaled(vf v, vf inverse, vi live) { return bits_of<vf>(bits_of<vi>(v * inverse) & live); }
 
 struct Scale {
     float scale, inverse;
     int32_t live;  // all ones or 0
 };
 
-inline Scale scale_of(int32_t absmax_bits, int qmax) {
+INLINE Scale scale_of(int32_t absmax_bits, int qmax) {
     float absmax = bits_of<float>(absmax_bits);
     if (absmax_bits >= INFINITY_BITS) return {NAN, 0.0f, 0};
     if (absmax < SMALLEST_ABSMAX) return {0.0f, 0.0f, 0};
     return {absmax / (float)qmax, (float)qmax / absmax, -1};
 }
 
-inline vi abs_max(vi max, vf v) {
+INLINE vi abs_max(vi max, vf v) {
     vi a = bits_of<vi>(v) & 0x7FFFFFFF;  // non-negative floats compare like their bits, and NaN beats infinity
     return a > max ? a : max;
 }
-inline int32_t highest(vi v) {
+INLINE int32_t highest(vi v) {
     int32_t m = 0;
     for (int i = 0; i < LANES; i++) m = std::max(m, v[i]);
     return m;
 }
 
 // Threads worth their start: 16K elements take about as long as waking one (5 us).
-inline int threads_for(int64_t elements, int threads) {
+INLINE int threads_for(int64_t elements, int threads) {
     return (int)std::max<int64_t>(1, std::min<int64_t>(threads, elements >> 14));
 }
 
@@ -236,27 +241,61 @@ struct Job {
 
 // ---- one scale per row --------------------------------------------------------------------------------------------
 
-template <class T> inline int32_t transform_row(const Job& j, int64_t r, float* row, int64_t padded) {
-    const T* x = (const T*)j.x + r * j.stride;
+// Row to ``row`` (padded floats), transformed; returns the bits of its absolute maximum.
+template <class T> int32_t transform_row(const T* x, int64_t cols, int block, float factor, float* row, int64_t padded) {
+    const int64_t full = cols / LANES * LANES;
     vi max = {};
-    if (j.block <= LANES) {  // one pass
-        const bool transform = j.block == LANES;
-        for (int64_t c = 0; c < padded; c += LANES) {
-            vf v = load(x + c, j.cols - c);
-            if (transform) v = stage<8>(stage<4>(stage<2>(stage<1>(v)))) * j.factor;
+    if (block == LANES) {
+        for (int64_t c = 0; c < full; c += LANES) {
+            vf v = transform16(load(x + c)) * factor;
             max = abs_max(max, v);
-            store(row + c, v, LANES);
+            store(row + c, v);
+        }
+        if (full < cols) {
+            vf v = transform16(load(x + full, cols - full)) * factor;
+            max = abs_max(max, v);
+            store(row + full, v);
         }
         return highest(max);
     }
-    for (int64_t c = 0; c < padded; c += LANES) store(row + c, load(x + c, j.cols - c), LANES);
-    butterfly_row(row, padded, j.block);
-    for (int64_t c = 0; c < padded; c += LANES) {
-        vf v = load(row + c) * j.factor;
+    for (int64_t c = 0; c < full; c += LANES) {
+        vf v = load(x + c);
         max = abs_max(max, v);
-        store(row + c, v, LANES);
+        store(row + c, v);
+    }
+    for (int64_t c = full; c < padded; c += LANES) {
+        vf v = load(x + c, cols - c);
+        max = abs_max(max, v);
+        store(row + c, v);
+    }
+    if (block == 1) return highest(max);
+    butterfly_row(row, padded, block);
+    max = vi{};
+    for (int64_t c = 0; c < padded; c += LANES) {
+        vf v = load(row + c) * factor;
+        max = abs_max(max, v);
+        store(row + c, v);
     }
     return highest(max);
+}
+
+template <bool PACKED> void quantize_row(const Job& j, const float* row, int64_t width, int64_t r, Scale s, int8_t* q) {
+    const vf inverse = splat(s.inverse);
+    const vi live = splat(s.live);
+    const int rounding = j.rounding, qmax = j.qmax;
+    const uint64_t seed = j.seed, first = r * j.number_row, step = j.number_col;
+    auto put = [&](int64_t c, vi v, int64_t n) __attribute__((always_inline)) {
+        if (PACKED) store_int4(q + c / 2, v, n);
+        else store_int8(q + c, v, n);
+    };
+    int64_t c = 0;
+    if (rounding == NEAREST) {
+        for (; c + LANES <= width; c += LANES) put(c, round_nearest(scaled(load(row + c), inverse, live)), LANES);
+        if (c < width) put(c, round_nearest(scaled(load(row + c), inverse, live)), width - c);
+        return;
+    }
+    for (; c < width; c += LANES)
+        put(c, round_with_noise(scaled(load(row + c), inverse, live), rounding, qmax, seed, first + c * step, step), width - c);
 }
 
 template <class T> void quantize_rows(const Job& j) {
@@ -267,30 +306,24 @@ template <class T> void quantize_rows(const Job& j) {
     int32_t all = 0;
 #pragma omp parallel num_threads(n) if (n > 1)
     {
-        std::vector<float> buffer(padded);
-        float* row = buffer.data();
+        std::vector<float> buffer(padded + LANES);
+        float* row = (float*)(((uintptr_t)buffer.data() + 63) & ~(uintptr_t)63);  // a store across lines costs two
+        auto transformed = [&](int64_t r) { return transform_row((const T*)j.x + r * j.stride, j.cols, j.block, j.factor, row, padded); };
         if (j.per_tensor) {
             int32_t mine = 0;
 #pragma omp for schedule(static) nowait
-            for (int64_t r = 0; r < j.rows; r++) mine = std::max(mine, transform_row<T>(j, r, row, padded));
+            for (int64_t r = 0; r < j.rows; r++) mine = std::max(mine, transformed(r));
 #pragma omp critical(hot_hf_absmax)
             all = std::max(all, mine);
 #pragma omp barrier
         }
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < j.rows; r++) {
-            int32_t own = transform_row<T>(j, r, row, padded);
-            Scale s = scale_of(j.per_tensor ? all : own, j.qmax);
+            const int32_t own = transformed(r);
+            const Scale s = scale_of(j.per_tensor ? all : own, j.qmax);
             if (!j.per_tensor || r == 0) j.scale[j.per_tensor ? 0 : r] = s.scale;
-            const vf inverse = splat(s.inverse);
-            const vi live = splat(s.live);
-            Draw d{j.seed, r * j.number_row, j.number_col};
-            int8_t* q = j.q + r * pitch;
-            for (int64_t c = 0; c < width; c += LANES, d.first += LANES * j.number_col) {
-                vi v = round_values(load(row + c), inverse, live, j.rounding, j.qmax, d);
-                if (j.packed) store_int4(q + c / 2, v, width - c);
-                else store_int8(q + c, v, width - c);
-            }
+            if (j.packed) quantize_row<true>(j, row, width, r, s, j.q + r * pitch);
+            else quantize_row<false>(j, row, width, r, s, j.q + r * pitch);
         }
     }
 }
@@ -302,24 +335,24 @@ template <class T> void quantize_rows(const Job& j) {
 // BLOCK: 1 and 16 are compiled apart, so that a block lives in registers; 0 takes any other from ``j.block``.
 template <class T, int BLOCK> void quantize_columns(const Job& j, const float* row_scale, const int32_t* keep, int kept) {
     const int B = BLOCK ? BLOCK : j.block;
-    const int64_t blocks = (j.rows + B - 1) / B;
+    const int64_t blocks = (j.rows + B - 1) / B, cols = j.cols, stride = j.stride;
+    const float factor = j.factor;
     const int64_t vectors = (j.cols + LANES - 1) / LANES;
     const int64_t pitch = j.packed ? (j.cols + 1) / 2 : j.cols;
     const int n = threads_for(j.rows * j.cols, j.threads);
     std::vector<vi> maxima((size_t)n * vectors);
     std::vector<Scale> scales(vectors * LANES);
 
-    auto transformed = [&](int64_t b, int64_t c, vf* v) {
-        const T* x = (const T*)j.x + b * B * j.stride + c;
-        const int64_t rows = std::min<int64_t>(B, j.rows - b * B), columns = j.cols - c;
-        if (rows == B && columns >= LANES) {
+    auto transformed = [&](int64_t b, int64_t c, vf* v) __attribute__((always_inline)) {
+        const T* x = (const T*)j.x + b * B * stride + c;
+        const int64_t rows = std::min<int64_t>(B, j.rows - b * B), columns = cols - c;
+        if (BLOCK && rows == B && columns >= LANES) {
 #pragma GCC unroll 16
-            for (int r = 0; r < B; r++) v[r] = load(x + r * j.stride);
+            for (int r = 0; r < BLOCK; r++) v[r] = load(x + r * stride);
         } else {
-            for (int r = 0; r < B; r++) v[r] = r < rows ? load(x + r * j.stride, columns) : vf{};
+            for (int r = 0; r < B; r++) v[r] = r < rows ? load(x + r * stride, columns) : vf{};
         }
-        if (row_scale)
-            for (int r = 0; r < rows; r++) v[r] = v[r] * row_scale[b * B + r];
+        if (BLOCK == 1 && row_scale) v[0] = v[0] * row_scale[b];
         if (BLOCK == LANES) butterfly_vectors(v);
         if (BLOCK == 0) {
             for (int i = 0; i < B; i += LANES) butterfly_vectors(v + i);
@@ -344,7 +377,7 @@ template <class T, int BLOCK> void quantize_columns(const Job& j, const float* r
                 vi m = max[c];
                 if (BLOCK == 1) m = abs_max(m, v[0]);
                 else
-                    for (int k = 0; k < kept; k++) m = abs_max(m, v[keep[k]] * j.factor);
+                    for (int k = 0; k < kept; k++) m = abs_max(m, v[keep[k]] * factor);
                 max[c] = m;
             }
 #pragma omp single
@@ -366,6 +399,8 @@ template <class T, int BLOCK> void quantize_columns(const Job& j, const float* r
             else
                 for (int64_t c = 0; c < j.cols; c++) j.scale[c] = scales[c].scale;
         }
+        const int rounding = j.rounding, qmax = j.qmax, packed = j.packed;
+        int8_t* const out = j.q;
         std::vector<vf> inverses(vectors);
         std::vector<vi> lives(vectors);
         for (int64_t c = 0; c < vectors; c++)
@@ -374,13 +409,17 @@ template <class T, int BLOCK> void quantize_columns(const Job& j, const float* r
         for (int64_t b = 0; b < blocks; b++)
             for (int64_t c = 0; c < vectors; c++) {
                 transformed(b, c * LANES, v);
+                const vf inverse = inverses[c];
+                const vi live = lives[c];
                 for (int k = 0; k < kept; k++) {
                     const int64_t r = b * kept + k;
-                    Draw d{j.seed, r * j.number_row + c * LANES * j.number_col, j.number_col};
-                    vf value = BLOCK == 1 ? v[0] : v[keep[k]] * j.factor;
-                    vi q = round_values(value, inverses[c], lives[c], j.rounding, j.qmax, d);
-                    if (j.packed) store_int4(j.q + r * pitch + c * (LANES / 2), q, j.cols - c * LANES);
-                    else store_int8(j.q + r * pitch + c * LANES, q, j.cols - c * LANES);
+                    const vf value = scaled(BLOCK == 1 ? v[0] : v[keep[k]] * factor, inverse, live);
+                    const vi q = rounding == NEAREST
+                                     ? round_nearest(value)
+                                     : round_with_noise(value, rounding, qmax, j.seed,
+                                                        r * j.number_row + c * LANES * j.number_col, j.number_col);
+                    if (packed) store_int4(out + r * pitch + c * (LANES / 2), q, cols - c * LANES);
+                    else store_int8(out + r * pitch + c * LANES, q, cols - c * LANES);
                 }
             }
     }
@@ -403,11 +442,12 @@ void epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float* a, in
             const float s = a[r * a_step];
             for (int64_t c = 0; c < cols; c += LANES) {
                 vi q = {};
-                std::memcpy(&q, in + c, std::min<int64_t>(LANES, cols - c) * sizeof(int32_t));
+                if (cols - c >= LANES) std::memcpy(&q, in + c, sizeof q);
+                else std::memcpy(&q, in + c, (cols - c) * sizeof(int32_t));
                 vf v = __builtin_convertvector(q, vf) * s;
                 if (b) v = v * (b_step ? load(b + c, cols - c) : splat(b[0]));
-                if (block == LANES) v = stage<8>(stage<4>(stage<2>(stage<1>(v)))) * factor;
-                if (block > LANES) store(row + c, v, LANES);
+                if (block == LANES) v = transform16(v) * factor;
+                if (block > LANES) store(row + c, v, cols - c);
                 else if (c < out_cols) store(o + c, v, out_cols - c);
             }
             if (block > LANES) {
