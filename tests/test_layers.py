@@ -413,20 +413,21 @@ def test_autocast(fmt, dtype, autocast):
 
 
 def test_backward_inside_autocast():
-    """C34: with autocast still on in the backward the gradients are the same bits."""
-    results = []
-    for inside in (False, True):
-        torch.manual_seed(3)
-        model, _ = pair(64, 48, grad_input_bits=None, activation_format="int8")
-        x = leaf(18, 64)
-        with torch.autocast("cpu", torch.bfloat16):
-            loss = model(x).float().square().sum()
-            if inside:
+    """C34: with autocast on in the backward, whether or not it was in the forward, the gradients are the same bits."""
+    for forward, settings in itertools.product(
+        (False, True), ({"grad_input_bits": None, "activation_format": "int8"}, {"activation_format": "none"}, {})
+    ):
+        model, _ = pair(64, 48, **settings)
+        x, results = leaf(18, 64), []
+        for backward in (False, True):
+            model.zero_grad()
+            x.grad = None
+            with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+                loss = model(x).float().square().sum()
+            with torch.autocast("cpu", torch.bfloat16, enabled=backward):
                 loss.backward()
-        if not inside:
-            loss.backward()
-        results.append([x.grad, *grads(model).values()])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+            results.append([x.grad, *grads(model).values()])
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
 def test_autocast_cache_is_not_poisoned():

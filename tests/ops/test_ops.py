@@ -15,6 +15,14 @@ ROUNDINGS = list(reference.ROUNDINGS)
 FORMAT_NAMES = list(FORMATS)
 
 
+@pytest.fixture(params=["cpu", "reference"])
+def backend(request, monkeypatch):
+    """Both the fused kernels of this machine and the plain path of devices without kernels."""
+    if request.param == "reference":
+        monkeypatch.setattr(ops, "backend_for", lambda x: reference)
+    return request.param
+
+
 def packed_weight_grad(g, x, fmt, rank=8, block=16, per_feature=True, rounding="nearest", seed=5, dtype=None):
     packed, scale = ops.compress(x, fmt, rank, block, per_feature, rounding, seed)
     return ops.grad_weight(
@@ -43,7 +51,7 @@ def check(result, product: oracle.Product, statistics: bool = True):
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("per_token", [True, False])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_grad_input_within_bound(bits, per_token, rounding):
+def test_grad_input_within_bound(bits, per_token, rounding, backend):
     g, w = torch.randn(70, 96) * torch.rand(70, 1), torch.randn(96, 65)
     for block in (1, 16, 32):
         result = ops.grad_input(g, w, bits, block, per_token, rounding, 9, torch.float32)
@@ -53,7 +61,7 @@ def test_grad_input_within_bound(bits, per_token, rounding):
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("per_feature", [True, False])
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
-def test_grad_weight_within_bound(fmt, per_feature, rounding):
+def test_grad_weight_within_bound(fmt, per_feature, rounding, backend):
     # 128 features: a padded tail would take its share of the noise with it when it is cut off.
     g, x = torch.randn(150, 70), torch.randn(150, 128)
     for rank, block in ((8, 16), (16, 64)):
@@ -63,7 +71,7 @@ def test_grad_weight_within_bound(fmt, per_feature, rounding):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
-def test_dtypes(fmt, dtype):
+def test_dtypes(fmt, dtype, backend):
     """Every input type, every output type; the bound is that of the values as the input type holds them."""
     g, x, w = torch.randn(50, 70).to(dtype), torch.randn(50, 66).to(dtype), torch.randn(70, 66).to(dtype)
     for out in FLOATS:
@@ -79,7 +87,7 @@ SIZES = [1, 3, 7, 15, 17, 33, 100]
 
 @pytest.mark.parametrize("tokens", SIZES)
 @pytest.mark.parametrize("features", SIZES)
-def test_sizes_off_the_block(tokens, features):
+def test_sizes_off_the_block(tokens, features, backend):
     """C06: every pair of sizes with a random third one, twice: within the bound, and the same bits again."""
     out = SIZES[torch.randint(len(SIZES), ()).item()]
     g, x, w = torch.randn(tokens, out), torch.randn(tokens, features), torch.randn(out, features)
@@ -105,7 +113,7 @@ def _layouts(t):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
-def test_layouts_change_nothing(fmt, rounding):
+def test_layouts_change_nothing(fmt, rounding, backend):
     """C01: strides of g, x and W never show in a bit of the result; nor does stride 0."""
     g, x, w = torch.randn(37, 48), torch.randn(37, 40), torch.randn(48, 40)
     expected = packed_weight_grad(g, x, fmt, rounding=rounding)
@@ -152,7 +160,7 @@ def test_kept_bytes(fmt):
 
 
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
-def test_long_contraction(fmt):
+def test_long_contraction(fmt, backend):
     """C10: constant x and g over 140,000 tokens, 16 to 4: all integers are at their maximum and must not wrap."""
     tokens = 140_000
     x, g = torch.full((tokens, 16), 0.5), torch.full((tokens, 4), 2.0)
@@ -166,7 +174,7 @@ def test_long_contraction(fmt):
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
-def test_zeros_stay_zero(fmt, rounding):
+def test_zeros_stay_zero(fmt, rounding, backend):
     """C04: zero gradients and inputs, zero tokens and features: exact zeros where the exact gradient has them."""
     g, x, w = torch.randn(40, 32), torch.randn(40, 48), torch.randn(32, 48)
     for zero_g, zero_x in ((True, False), (False, True), (True, True)):
@@ -186,7 +194,7 @@ def test_zeros_stay_zero(fmt, rounding):
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
-def test_non_finite_shows(fmt, bad):
+def test_non_finite_shows(fmt, bad, backend):
     """SPEC section 6: one bad entry of g or x leaves non-finite entries where the exact gradient would have them."""
     g, x, w = torch.randn(40, 32), torch.randn(40, 48), torch.randn(32, 48)
     broken = g.clone()
@@ -260,6 +268,23 @@ def test_each_token_keeps_its_own_gradient():
         assert relative_error(packed_weight_grad(g, x, fmt), exact) > 0.5
 
 
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+@pytest.mark.parametrize("fmt", FORMAT_NAMES)
+def test_both_gradients_at_once(fmt, rounding, backend):
+    """``grad_both`` is the two operators with seed + 1 and seed + 3, bit for bit."""
+    for sizes, dtype in (((37, 40, 48), torch.float32), ((16, 33, 1), torch.float32), ((64, 64, 64), torch.bfloat16)):
+        tokens, features, out = sizes
+        g, x, w = (torch.randn(*s).to(dtype) for s in ((tokens, out), (tokens, features), (out, features)))
+        for per_slice, bits in itertools.product((True, False), (4, 8)):
+            packed, scale = ops.compress(x, fmt, 8, 16, per_slice, rounding, 5)
+            both = ops.grad_both(
+                g, w, packed, scale, bits, fmt, 8, 16, per_slice, per_slice, rounding, 5, dtype, torch.float32
+            )
+            assert torch.equal(both[0], ops.grad_input(g, w, bits, 16, per_slice, rounding, 6, dtype))
+            rest = (fmt, features, 8, 16, per_slice, rounding, 8, torch.float32)
+            assert torch.equal(both[1], ops.grad_weight(g, packed, scale, *rest))
+
+
 def _op_samples():
     x, g, w = torch.randn(20, 33), torch.randn(20, 18), torch.randn(18, 33)
     for fmt, rounding in itertools.product(FORMAT_NAMES, ROUNDINGS):
@@ -268,6 +293,8 @@ def _op_samples():
             yield ops.compress, (x.to(dtype), *head)
             packed, scale = ops.compress(x.to(dtype), *head)
             yield ops.grad_weight, (g.to(dtype), packed, scale, fmt, 33, *head[1:], dtype)
+            rest = (8, fmt, 8, 16, per_feature, per_feature, rounding, 4, torch.float32, dtype)
+            yield ops.grad_both, (g.to(dtype), w.to(dtype), packed, scale, *rest)
     for bits, per_token, rounding in itertools.product((4, 8), (True, False), ROUNDINGS):
         yield ops.grad_input, (g, w, bits, 16, per_token, rounding, 4, torch.bfloat16)
         yield ops.grad_input, (g.t().contiguous().t(), w.double(), bits, 32, per_token, rounding, 4, torch.float64)
@@ -280,7 +307,7 @@ def test_opcheck():
         torch.library.opcheck(op, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("op", ["compress", "grad_input", "grad_weight"])
+@pytest.mark.parametrize("op", ["compress", "grad_input", "grad_weight", "grad_both"])
 def test_opcheck_dynamic(op):
     """Dynamic shapes under AOTAutograd, one sample per operator (slower)."""
     for candidate, arguments in _op_samples():
@@ -289,7 +316,7 @@ def test_opcheck_dynamic(op):
             break
 
 
-def test_empty():
+def test_empty(backend):
     """C36: no tokens give an empty input gradient and a zero weight gradient."""
     g, x, w = torch.randn(0, 16), torch.randn(0, 32), torch.randn(16, 32)
     for fmt in FORMAT_NAMES:
