@@ -32,7 +32,9 @@ def pack_groups(flat: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
 def unpack_groups(packed: Tensor, scale: Tensor, codec: Codec, numel: int, dtype: torch.dtype) -> Tensor:
     """The inverse of ``pack_groups``: ``numel`` values in ``dtype``, flat."""
     if codec.format == "int8":
-        values = packed.to(torch.float32).mul_(scale.to(torch.float32)[:, None])
+        # Eight bits times eight bits: in bfloat16 the product is rounded once, as it would be from float32.
+        wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        values = packed.to(wide).mul_(scale.to(wide)[:, None])
     else:
         values = reference.unpack_int4(packed, codec.group).to(torch.float32).mul_(scale.to(torch.float32)[:, None])
         values = reference.hadamard(values, 16)
