@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import nn
 
+from . import ops
 from .block import changed_block, compress_blocks, restore_blocks
 from .config import HOTConfig
 from .kinds import LINEAR, features, hot_class_of, is_linear, kind_of, original_class
@@ -185,6 +186,8 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     clock = StepClock()
     for name, module in to_patch:
         _patch(name, module, config, clock)
+    if not torch.accelerator.is_available() and any(m.weight.device.type == "cpu" for _, m in to_patch):
+        ops.cpu.warm_up()  # the first time on a machine this compiles for seconds: here, not inside the first step
     if config.compress == "block":
         report.notes += compress_blocks(model)
     return report

@@ -15,6 +15,9 @@
 #ifdef __AVX512F__
 #include <immintrin.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 #define INLINE __attribute__((always_inline)) inline
 
@@ -493,6 +496,16 @@ int hot_hf_epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float*
         case F16: epilogue(acc, rows, cols, a, a_step, b, b_step, block, factor, (f16*)out, out_cols, threads); return 0;
     }
     return 1;
+}
+
+// Ask for huge pages in fresh memory about to be written: one fault per 2 MB instead of 512. Only whole huge pages
+// inside the range, so nothing beyond it grows.
+int hot_hf_huge_pages(void* p, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+    const uintptr_t huge = 2u << 20, first = ((uintptr_t)p + huge - 1) & ~(huge - 1), last = ((uintptr_t)p + bytes) & ~(huge - 1);
+    if (last > first) madvise((void*)first, last - first, MADV_HUGEPAGE);
+#endif
+    return 0;
 }
 
 int hot_hf_unpack(const int8_t* packed, int64_t rows, int64_t pitch, int64_t cols, int8_t* q, int threads) {

@@ -1,0 +1,215 @@
+"""The CPU backend against the reference: the same integers and scales, bit for bit, and the same products."""
+
+import logging
+import os
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from hot_hf.ops import cpu, reference
+from hot_hf.ops.cpu import build
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+SIZES = (1, 3, 7, 15, 16, 17, 33, 64, 100, 257)
+
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal types, shapes and values; NaN equals NaN."""
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | ((a != a) & (b != b))).all())
+
+
+def assert_pairs(fused: tuple, expected: tuple) -> None:
+    assert same(fused[0], expected[0]), "integers differ"
+    assert same(fused[1], expected[1]), "scales differ"
+
+
+def matrix(rows: int, columns: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random values in a random layout, sometimes with zero, tiny or non-finite entries."""
+    x = torch.randn(rows, columns) * random.choice([1, 1e-4, 100])
+    fault = random.random()
+    if fault < 0.15:
+        x[random.randrange(rows)] = 0
+        x[:, random.randrange(columns)] = 0
+    elif fault < 0.25:
+        x[random.randrange(rows), random.randrange(columns)] = random.choice([torch.nan, torch.inf, -torch.inf])
+    elif fault < 0.35:
+        x *= 1e-37  # around SMALLEST_ABSMAX
+    x = x.to(dtype)
+    layout = random.choice(["contiguous", "transposed", "strided", "offset", "stride 0", "all stride 0", "fewer rows"])
+    if layout == "transposed":
+        return x.t().contiguous().t()
+    if layout == "strided":
+        return x.repeat_interleave(2, 1)[:, ::2]
+    if layout == "offset":
+        return torch.nn.functional.pad(x, (3, 2))[:, 3:-2]
+    if layout == "stride 0":
+        return x[:1].expand(rows, columns)
+    if layout == "all stride 0":
+        return x[:1, :1].expand(rows, columns)
+    if layout == "fewer rows":
+        return x.repeat_interleave(3, 0)[::3]
+    return x
+
+
+def packed(pair: tuple) -> tuple:
+    return reference.pack_int4(pair[0]), pair[1]
+
+
+@needs_compiler
+def test_kernels_are_there():
+    """Otherwise every test below compares the reference with itself."""
+    assert cpu.warm_up()
+    x = torch.randn(5, 40)
+    assert cpu._quantize(x, 8, 1, 16, True, "nearest", 0) is not None
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+def test_quantizers_bit_for_bit(dtype, rounding):
+    """C01, C04, C06, C11: every quantizer, any size, layout and special value."""
+    for _ in range(12):
+        rows, columns = random.choice(SIZES), random.choice(SIZES)
+        x = matrix(rows, columns, dtype)
+        bits, dim, per_slice = random.choice([4, 8]), random.choice([0, 1]), random.choice([True, False])
+        block, rank = random.choice(reference.BLOCK_SIZES), random.randint(1, 16)
+        tail = (per_slice, rounding, random.getrandbits(62))
+        assert_pairs(
+            cpu.hadamard_quantize(x, bits, dim, block, *tail), reference.hadamard_quantize(x, bits, dim, block, *tail)
+        )
+        assert_pairs(cpu.project_quantize(x, bits, rank, *tail), reference.project_quantize(x, bits, rank, *tail))
+        token_scale = torch.rand(rows, dtype=reference.compute_dtype(x))
+        assert_pairs(cpu.fold_quantize(x, token_scale, *tail), reference.fold_quantize(x, token_scale, *tail))
+        assert_pairs(
+            cpu.hadamard_quantize_packed(x, block, *tail),
+            packed(reference.hadamard_quantize(x, 4, 1, block, *tail)),
+        )
+        assert_pairs(cpu.project_quantize_packed(x, rank, *tail), packed(reference.project_quantize(x, 4, rank, *tail)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_products_bit_for_bit(dtype):
+    """C06: scales, the transform of the result and its rounding to the output type, whatever the sizes."""
+    for _ in range(12):
+        m, k, n = (random.choice(SIZES) for _ in range(3))
+        a = torch.randint(-127, 128, (m, k), dtype=torch.int8)
+        b = torch.randint(-127, 128, (k, n), dtype=torch.int8)
+        a_scale = random.choice([torch.rand(m), torch.rand(1)])
+        b_scale = random.choice([torch.rand(n), torch.rand(1), None])
+        if random.random() < 0.2:
+            a_scale[0] = torch.nan
+        assert same(
+            cpu.scaled_product(a, b, a_scale, b_scale, dtype), reference.scaled_product(a, b, a_scale, b_scale, dtype)
+        )
+        block = random.choice(reference.BLOCK_SIZES[1:])
+        b = torch.randint(-127, 128, (k, reference.padded(n, block)), dtype=torch.int8)
+        product = reference.scaled_product(a, b, a_scale, None, torch.float32)
+        expected = reference.hadamard(product, block)[:, :n].to(dtype)
+        assert same(cpu.scaled_product_hadamard(a, b, a_scale, block, n, dtype), expected)
+
+
+def test_products_in_slices(monkeypatch):
+    """The int32 scratch shorter than the result: the seams must not show."""
+    monkeypatch.setattr(cpu, "SCRATCH_BYTES", 4 * 48 * 7)
+    monkeypatch.setattr(cpu, "HUGE_BYTES", 1)
+    a, b = torch.randint(-127, 128, (33, 50), dtype=torch.int8), torch.randint(-127, 128, (50, 48), dtype=torch.int8)
+    a_scale, b_scale = torch.rand(33), torch.rand(48)
+    expected = reference.scaled_product(a, b, a_scale, b_scale, torch.float32)
+    assert same(cpu.scaled_product(a, b, a_scale, b_scale, torch.float32), expected)
+
+
+def test_large_enough_for_threads():
+    """Beyond the 16K elements below which one thread works alone; twice, since threads must not race."""
+    x = torch.randn(700, 333)
+    for per_slice in (True, False):
+        for dim in (0, 1):
+            expected = reference.hadamard_quantize(x, 8, dim, 32, per_slice, "stochastic", 3)
+            for _ in range(2):
+                assert_pairs(cpu.hadamard_quantize(x, 8, dim, 32, per_slice, "stochastic", 3), expected)
+
+
+@pytest.mark.parametrize("columns", [1, 2, 7, 16, 100, 1000])
+def test_unpack_int4(columns):
+    p = torch.randint(0, 256, (random.choice(SIZES), (columns + 1) // 2), dtype=torch.uint8)
+    assert same(cpu.unpack_int4(p, columns), reference.unpack_int4(p, columns))
+
+
+@pytest.mark.parametrize("shape", [(0, 32), (32, 0), (0, 0)])
+def test_empty(shape):
+    """C36"""
+    x = torch.empty(shape)
+    assert_pairs(cpu.hadamard_quantize(x, 8, 1, 16, True), reference.hadamard_quantize(x, 8, 1, 16, True))
+    assert (
+        cpu.scaled_product(x.to(torch.int8), x.to(torch.int8).t(), torch.ones(1), None, x.dtype).shape
+        == (shape[0],) * 2
+    )
+
+
+def test_ties_round_to_even():
+    """A scale of exactly 1 leaves halves: 0.5 to 0, 1.5 to 2, -2.5 to -2."""
+    x = torch.tensor([[127.0, 0.5, 1.5, 2.5, -0.5, -1.5, -2.5, 0.0]])
+    q, scale = cpu.hadamard_quantize(x, 8, 1, 1, True)
+    assert q.tolist() == [[127, 0, 2, 2, 0, -2, -2, 0]] and scale.tolist() == [1.0]
+
+
+def test_inference_mode_then_training():
+    """C39: scratch memory made in inference mode must serve training afterwards."""
+    code = (
+        "import torch; from hot_hf.ops import cpu\n"
+        "a, s = torch.ones(4, 8, dtype=torch.int8), torch.ones(1)\n"
+        "with torch.inference_mode(): cpu.scaled_product(a, a.t(), s, None, torch.float32)\n"
+        "assert (cpu.scaled_product(a, a.t(), s, None, torch.float32) == 8).all()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def run_python(code: str, **environment: str) -> str:
+    result = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, env={**os.environ, **environment}
+    )
+    assert result.returncode == 0, result.stderr
+    return result.stderr
+
+
+@needs_compiler
+def test_built_once(tmp_path):
+    """The first process says that it builds; the second finds the file and says nothing. Importing builds nothing."""
+    use = "from hot_hf.ops import cpu; assert cpu.warm_up()"
+    assert run_python("import hot_hf", HOT_HF_CACHE=str(tmp_path)) == "" and not list(tmp_path.iterdir())
+    assert run_python(use, HOT_HF_CACHE=str(tmp_path)).count("built the CPU kernels") == 1
+    assert run_python(use, HOT_HF_CACHE=str(tmp_path)) == ""
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+@pytest.mark.parametrize(
+    ("environment", "reason"),
+    [
+        ({"CXX": "no-such-compiler"}, "no C++ compiler"),
+        ({"CXX": "false"}, "failed"),
+        ({"HOT_HF_CPU_KERNELS": "0"}, "HOT_HF_CPU_KERNELS=0"),
+    ],
+)
+def test_without_a_compiler(tmp_path, environment, reason):
+    """One line in the log, and the same gradients from the reference."""
+    code = (
+        "import torch; from hot_hf import ops; from hot_hf.ops import cpu\n"
+        "x, g, w = torch.randn(20, 40), torch.randn(20, 24), torch.randn(24, 40)\n"
+        "p, s = ops.compress(x, 'ht_int4', 8, 16, True, 'nearest', 0)\n"
+        "y = ops.grad_weight(g, p, s, 'ht_int4', 40, 8, 16, True, 'nearest', 0, torch.float32)\n"
+        "assert not cpu.warm_up() and torch.nn.functional.cosine_similarity(y.ravel(), (g.T @ x).ravel(), 0) > 0.95"
+    )
+    log = run_python(code, HOT_HF_CACHE=str(tmp_path), **environment)
+    assert log.count("hot_hf:") == 1 and reason in log
+
+
+def test_inexact_int_mm_is_not_used(monkeypatch, caplog):
+    """A processor whose int8 product saturates gets the exact one."""
+    monkeypatch.setattr(cpu, "_int_mm_is_exact", lambda: False)
+    monkeypatch.setattr(torch, "_int_mm", lambda *a, **k: pytest.fail("torch._int_mm was called"))
+    a = torch.full((5, 300), 127, dtype=torch.int8)
+    with caplog.at_level(logging.WARNING):
+        assert (cpu.scaled_product(a, a.t(), torch.ones(1), None, torch.float32) == 127 * 127 * 300).all()
