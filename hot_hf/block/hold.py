@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -97,6 +98,34 @@ class Layout:
         return unpack_groups(packed, scale, self.codec, self.numel, self.dtype).as_strided(self.shape, self.stride)
 
 
+class _Unpacked(threading.local):
+    """The last tensors that this thread's backward unpacked: x of a norm is asked for three times in a row."""
+
+    SIZE = 2  # a gated product asks for gate, up, and gate again
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[Groups, Tensor]] = []
+        self.backward = -1
+
+    def find(self, groups: Groups) -> Tensor | None:
+        return next((value for held, value in self.entries if held is groups), None)
+
+    def add(self, groups: Groups, value: Tensor) -> None:
+        backward = torch._C._current_graph_task_id()
+        if backward == -1:
+            return
+        entries = self.entries
+        if backward != self.backward:  # nothing outlives its backward, also where that ended with an error
+            entries.clear()
+            self.backward = backward
+            torch.autograd.Variable._execution_engine.queue_callback(entries.clear)
+        entries.append((groups, value))
+        del entries[: -self.SIZE]
+
+
+_unpacked = _Unpacked()
+
+
 class Groups:
     """A tensor in packed groups, handed on to the saved-tensor hooks that were there before, if any."""
 
@@ -108,7 +137,11 @@ class Groups:
         self.packed, self.scale, self.shape = pack(packed), pack(scale), tensor.shape
 
     def value(self) -> Tensor:
-        return self.layout.unpack(self.unpack(self.packed), self.unpack(self.scale))
+        value = _unpacked.find(self)
+        if value is None:
+            value = self.layout.unpack(self.unpack(self.packed), self.unpack(self.scale))
+            _unpacked.add(self, value)
+        return value
 
 
 class Recipe:
