@@ -20,6 +20,7 @@ class Outcome:
     results: list[dict]
     errors: list[dict[str, str]]
     output: str
+    seed: int
 
     def of(self, name: str) -> list:
         """The results of one scenario, by rank; fails with the ranks' tracebacks."""
@@ -76,11 +77,11 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
     return [*run, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", *arguments]
 
 
-def launch(module: str, folder: Path, seed: int, processes: int = 2, timeout: float = 90) -> Outcome:
+def launch(module: str, folder: Path, seed: int, processes: int = 2, timeout: float = 180) -> Outcome:
     """Run every scenario of ``tests.distributed.<module>`` on ``processes`` ranks."""
     command = torchrun(processes, "-m", f"tests.distributed.{module}")
     code, output = run_command(command, folder, timeout, HOT_TEST_FOLDER=str(folder), HOT_TEST_SEED=str(seed))
     saved = [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
     if len(saved) != processes or (code and not any(s["errors"] for s in saved)):
         raise AssertionError(f"{module}: exit status {code}, {len(saved)} of {processes} ranks reported\n{output}")
-    return Outcome([s["results"] for s in saved], [s["errors"] for s in saved], output)
+    return Outcome([s["results"] for s in saved], [s["errors"] for s in saved], output, seed)

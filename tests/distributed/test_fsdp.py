@@ -4,7 +4,7 @@ import pytest
 
 WORKER = "fsdp_worker"
 
-pytestmark = [pytest.mark.xdist_group("fsdp"), pytest.mark.timeout(120)]
+pytestmark = [pytest.mark.xdist_group("fsdp"), pytest.mark.timeout(240)]
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ class Scenarios(dict):
         folder, seed = Path(os.environ["HOT_TEST_FOLDER"]), int(os.environ["HOT_TEST_SEED"])
         (folder / f"{os.getpid()}.pid").write_text(str(os.getpgid(0)))
         torch.set_num_threads(1)
-        dist.init_process_group("gloo", timeout=timedelta(seconds=30))
+        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         rank = dist.get_rank()
         results, errors = {}, {}
         for name, function in self.items():
