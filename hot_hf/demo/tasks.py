@@ -12,6 +12,7 @@ from torch import nn
 from . import data, models
 
 TEXT_STEPS = 60
+VISION_STEPS = 300
 HELD_OUT_ROWS = 32  # 8,192 tokens
 
 
@@ -25,10 +26,10 @@ class Task:
     held_out: Any
     make_model: Callable[[int], nn.Module]
     arguments: dict[str, Any]
-    accuracy: bool
+    accuracy: bool  # whether the held-out set is also scored by the share of right answers
 
 
-def _accuracy(prediction) -> dict[str, float]:
+def accuracy_of(prediction) -> dict[str, float]:
     return {"accuracy": float((prediction.predictions.argmax(-1) == prediction.label_ids).mean())}
 
 
@@ -49,7 +50,7 @@ def vision() -> Task:
         held_out,
         make_model,
         {
-            "max_steps": 300,
+            "max_steps": VISION_STEPS,
             "per_device_train_batch_size": 64,
             "per_device_eval_batch_size": 256,
             "learning_rate": 1e-3,

@@ -17,7 +17,7 @@ from ..memory import SavedTensors
 from ..patching import apply_hot
 from ..report import CoverageReport
 from ..selection import fix_selection
-from .tasks import Task, _accuracy
+from .tasks import Task, accuracy_of
 
 
 @dataclass
@@ -95,9 +95,14 @@ def coverage(task: Task, config: HOTConfig) -> CoverageReport:
     return apply_hot(task.make_model(0), config)
 
 
-def train(
+def train(*args, **kwargs) -> Run:
+    """``fit`` without the model."""
+    return fit(*args, **kwargs)[1]
+
+
+def fit(
     task: Task, config: HOTConfig | None, label: str, linears: list[str], seed: int = 0, steps: int | None = None
-) -> Run:
+) -> tuple[nn.Module, Run]:
     """Train once from ``task``'s starting point and measure.
 
     Args:
@@ -105,6 +110,9 @@ def train(
         linears: names of the layers whose kept inputs are added up (those that HOT patches).
         seed: of the model, the order of the data and HOT's rounding.
         steps: instead of the task's own number.
+
+    Returns:
+        the trained model and the run's numbers.
     """
     model = task.make_model(seed)
     if config is not None:
@@ -129,7 +137,7 @@ def train(
             train_dataset=task.train,
             eval_dataset=task.held_out,
             data_collator=default_data_collator,
-            compute_metrics=_accuracy if task.accuracy else None,
+            compute_metrics=accuracy_of if task.accuracy else None,
         )
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(recorder)
@@ -137,7 +145,7 @@ def train(
         metrics = trainer.evaluate()
     fix_selection(model)  # a run shorter than lqs_batches would still keep its inputs whole
     kept, kept_linear = _kept(model, task, linears)
-    return Run(
+    run = Run(
         label,
         None if config is None else config.to_dict(),
         seed,
@@ -151,3 +159,4 @@ def train(
         recorder.seconds[0],
         statistics.median(recorder.seconds[1:] or recorder.seconds),
     )
+    return model, run

@@ -1,0 +1,1 @@
+"""Parts of scripts/gradient_fidelity.py."""

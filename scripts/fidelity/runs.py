@@ -1,0 +1,48 @@
+"""The training runs: which configurations, on which data, with which seeds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hot_hf import HOTConfig
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A configuration to train with; ``config`` is None for exact training."""
+
+    label: str
+    config: HOTConfig | None
+
+
+def _config(bits: int, granularity: str, fmt: str, **changes) -> HOTConfig:
+    return HOTConfig(
+        grad_input_bits=bits, grad_input_granularity=granularity, activation_format=fmt, **{"rank": 8, **changes}
+    )
+
+
+EXACT = Candidate("exact", None)
+PRESETS = (
+    Candidate("default: g_x INT8 per token, `ht_int4`", HOTConfig()),
+    Candidate("smallest(): g_x INT8 per token, HLA r=8 INT4", HOTConfig.smallest()),
+    Candidate("fast(): g_x INT4 per token nearest, HLA r=8 INT8", HOTConfig.fast()),
+    Candidate("paper(): g_x INT4 LQS, HLA r=8 INT8 per tensor, pseudo-stochastic", HOTConfig.paper()),
+)
+OTHERS = (
+    Candidate("g_x INT4 per token nearest, `ht_int4`", _config(4, "per_token", "ht_int4")),
+    Candidate("g_x INT8 per token, HLA r=8 INT8", _config(8, "per_token", "hla_int8")),
+    Candidate(
+        "the paper, per-token everywhere, stochastic", _config(4, "per_token", "hla_int8", rounding="stochastic")
+    ),
+    Candidate(
+        "the paper, per-tensor everywhere, stochastic",
+        _config(4, "per_tensor", "hla_int8", rounding="stochastic", grad_weight_granularity="per_tensor"),
+    ),
+)
+
+
+def plan(data: str, seeds: int) -> list[tuple[Candidate, int]]:
+    """(candidate, seed) in the order they run: text once each; digits the presets with every seed, the rest once."""
+    if data == "text":
+        return [(candidate, 0) for candidate in (EXACT, *PRESETS, *OTHERS)]
+    return [(c, seed) for seed in range(seeds) for c in (EXACT, *PRESETS)] + [(c, 0) for c in OTHERS]
