@@ -46,6 +46,13 @@ class HOTFunction(torch.autograd.Function):
     def backward(ctx, grad_output):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, kept, scale = ctx.saved_tensors
+        if needs_x and weight.dim() != 2:
+            raise RuntimeError(
+                f"hot_hf: the {grad_output.shape[-1]} x {ctx.x_shape[-1]} weight of a HOT layer is "
+                f"{tuple(weight.shape)} in the backward: ZeRO-3 or another engine released it after the forward and "
+                "did not gather it again. "
+                "Run the backward through the engine (accelerator.backward, engine.backward)."
+            )
         grad_x = grad_weight = grad_bias = None
         with _exact_types(grad_output.device.type), torch.no_grad():
             g = grad_output.reshape(-1, grad_output.shape[-1])

@@ -70,7 +70,7 @@ def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Mo
         if module.in_features < config.min_features:
             return f"narrower than min_features={config.min_features}"
         return None  # out_features is r, narrow on purpose: what counts is the kept input
-    if config.skip_heads and (module is head or any(matches(name, p) for p in HEAD_PATTERNS)):
+    if config.skip_heads and _is_head(name, module, head):
         return "output head or router (skip_heads)"
     if min(features(module)) < config.min_features:
         return f"narrower than min_features={config.min_features}"
@@ -80,6 +80,10 @@ def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Mo
     if config.plan(lambda p: matches(name, p)).exact:
         return "configured exact"
     return None
+
+
+def _is_head(name: str, module: nn.Module, head: nn.Module | None) -> bool:
+    return module is head or any(matches(name, p) for p in HEAD_PATTERNS)
 
 
 def _named_linears(model: nn.Module) -> Iterator[tuple[str, nn.Module, str | None]]:
@@ -171,7 +175,7 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
             report.alias(name, first_name)
             continue
         reason = _reason_to_skip(name, module, config, head)
-        if reason not in CHOSEN:
+        if reason not in CHOSEN and not (config.skip_heads and _is_head(name, module, head)):
             _check_wrapping(name, module, under_fsdp)
         if reason is None:
             _check_patchable(name, module)

@@ -12,6 +12,11 @@ from .kinds import CONV1D, features, is_linear, kind_of, original_class
 PATCHED = "patched"
 
 
+def _numel(parameter: nn.Parameter) -> int:
+    """Elements of a parameter; of the whole one where ZeRO-3 shows a placeholder."""
+    return getattr(parameter, "ds_numel", parameter.numel())
+
+
 def _multiply_adds(module: nn.Module) -> int:
     """Multiply-adds per position of the input; 0 for what does not multiply by a weight matrix."""
     if isinstance(module, nn.Linear) or kind_of(module) is CONV1D:
@@ -44,7 +49,7 @@ class ModuleRow:
             features(module),
             PATCHED if skip_reason is None else "exact",
             plan if skip_reason is None else skip_reason,
-            sum(p.numel() for p in module.parameters(recurse=False)),
+            sum(map(_numel, module.parameters(recurse=False))),
             _multiply_adds(module),
         )
 
@@ -68,11 +73,11 @@ class CoverageReport:
         for module in model.modules():
             if not is_linear(module) and _multiply_adds(module):
                 count, parameters = others.get(type(module).__name__, (0, 0))
-                own = sum(p.numel() for p in module.parameters(recurse=False))
+                own = sum(map(_numel, module.parameters(recurse=False)))
                 others[type(module).__name__] = (count + 1, parameters + own)
         return cls(
             type(model).__name__,
-            sum(p.numel() for p in model.parameters()),
+            sum(map(_numel, model.parameters())),
             sum(_multiply_adds(m) for m in model.modules()),
             others,
         )

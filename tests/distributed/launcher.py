@@ -77,10 +77,13 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
     return [*run, "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", *arguments]
 
 
-def launch(module: str, folder: Path, seed: int, processes: int = 2, timeout: float = 180) -> Outcome:
+def launch(
+    module: str, folder: Path, seed: int, processes: int = 2, timeout: float = 180, **environment: str
+) -> Outcome:
     """Run every scenario of ``tests.distributed.<module>`` on ``processes`` ranks."""
     command = torchrun(processes, "-m", f"tests.distributed.{module}")
-    code, output = run_command(command, folder, timeout, HOT_TEST_FOLDER=str(folder), HOT_TEST_SEED=str(seed))
+    environment |= {"HOT_TEST_FOLDER": str(folder), "HOT_TEST_SEED": str(seed)}
+    code, output = run_command(command, folder, timeout, **environment)
     saved = [torch.load(path, weights_only=False) for path in sorted(folder.glob("rank*.pt"))]
     if len(saved) != processes or (code and not any(s["errors"] for s in saved)):
         raise AssertionError(f"{module}: exit status {code}, {len(saved)} of {processes} ranks reported\n{output}")
