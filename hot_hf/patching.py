@@ -190,7 +190,7 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     clock = StepClock()
     for name, module in to_patch:
         _patch(name, module, config, clock)
-    if not torch.accelerator.is_available() and any(m.weight.device.type == "cpu" for _, m in to_patch):
+    if not torch.accelerator.is_available() and any(p.is_cpu for _, m in to_patch for p in m.parameters(recurse=False)):
         ops.cpu.warm_up()  # the first time on a machine this compiles for seconds: here, not inside the first step
     if config.compress == "block":
         report.notes += compress_blocks(model)
