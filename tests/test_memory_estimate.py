@@ -8,7 +8,7 @@ import torch
 from peft import get_peft_model
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from transformers import BertConfig, LlamaConfig, ViTConfig
+from transformers import BertConfig, LlamaConfig, MixtralConfig, T5Config, ViTConfig
 
 import hot_hf.memory.prediction as prediction
 from hot_hf import HOTConfig, apply_hot
@@ -138,6 +138,11 @@ def test_user_errors():
         estimate(CONFIGS["vit"], method="exact", task="sorting")
     with pytest.raises(ValueError, match="model_type"):
         estimate({"hidden_size": 3}, method="exact")
+    with pytest.raises(ValueError, match="encoder-decoder: True"):
+        estimate(T5Config(num_layers=1, vocab_size=100, d_ff=64), method="exact")
+    moe = MixtralConfig(hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=99)
+    with pytest.raises(ValueError, match="cannot run on meta tensors"):
+        estimate(moe, 1, 32, "hot", dtype=torch.bfloat16)
     with torch.no_grad(), pytest.raises(RuntimeError, match="no_grad"):
         measure(nn.Linear(2, 2), torch.ones(1, 2))
 

@@ -204,8 +204,12 @@ def example_batch(model: nn.Module, batch: int, length: int | None) -> dict[str,
         dtype = next(model.parameters()).dtype
         pixels = torch.zeros(batch, getattr(config, "num_channels", 3), *size, dtype=dtype, device=device)
         return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long, device=device)}
-    if name != "input_ids":
-        raise ValueError(f"{type(inner).__name__} takes {name!r}; estimate knows input_ids and pixel_values.")
+    if name != "input_ids" or getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"{type(inner).__name__} takes {name!r} (and is an encoder-decoder: "
+            f"{getattr(config, 'is_encoder_decoder', False)}); estimate knows decoders and encoders of input_ids, and "
+            "pixel_values."
+        )
     tokens = torch.zeros(batch, length or default_length(config), dtype=torch.long, device=device)
     per_sequence = "ForSequenceClassification" in type(inner).__name__
     return {"input_ids": tokens, "labels": tokens[:, 0].contiguous() if per_sequence else tokens.clone()}
@@ -272,8 +276,15 @@ class Estimator:
             self.whole = build(self.config, plain, **options)
 
     def _measure(self, model: nn.Module, batch: int) -> Measurement:
-        with _MetaForward(self.device):
-            return measure(model, example_batch(model, batch, self.length))
+        inputs = example_batch(model, batch, self.length)
+        try:
+            with _MetaForward(self.device):
+                return measure(model, inputs)
+        except (NotImplementedError, RuntimeError) as error:  # routing by values, kernels without shapes
+            raise ValueError(
+                f"{self.method.text}: {type(self.config).__name__} cannot run on meta tensors, which have shapes but "
+                f"no values ({str(error).splitlines()[0][:120]}); measure a small real model instead."
+            ) from error
 
     def at(self, batch: int) -> Estimate:
         if batch < 1:
