@@ -52,6 +52,10 @@ def _patch(loaded: Any, config: HOTConfig) -> Any:
             "Attach the adapters first, then call hot_hf.apply_hot(model, HOTConfig(lora=True)), or give the trainer "
             "HOTCallback(HOTConfig(lora=True))."
         ) from error
+    if getattr(model, "quantization_method", None) == "gguf":
+        # A GGUF file's weights are plain tensors once loaded; with its mark on them Trainer would refuse to train them,
+        # and a checkpoint would name a quantization that its weights do not have.
+        model.hf_quantizer.remove_quantization_config(model)
     return loaded
 
 

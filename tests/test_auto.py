@@ -379,7 +379,7 @@ def test_adapters_loaded_inside(llama_dir, tmp_path):
 
 
 def test_gguf_file(tmp_path):
-    """A GGUF file is dequantized by transformers; the layers made of it are patched."""
+    """A GGUF file is dequantized by transformers; its layers are patched, trained and saved as any others."""
     gguf = pytest.importorskip("gguf")
     source = tiny_llama(layers=1)
     writer = gguf.GGUFWriter(tmp_path / "tiny.gguf", "llama")
@@ -399,4 +399,9 @@ def test_gguf_file(tmp_path):
     model = hot_hf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", hot_config="default")
     assert len(patched(model)) == 7
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, layer.mlp.up_proj.weight)
-    model(**token_batch()).loss.backward()
+    args = transformers.TrainingArguments(tmp_path / "out", max_steps=1, report_to="none", use_cpu=True)
+    data = [{k: v[0] for k, v in token_batch().items()}]
+    transformers.Trainer(model, args, train_dataset=data).train()  # C49: not refused as a quantized model
+    model.save_pretrained(tmp_path / "plain")
+    assert "quantization_config" not in json.loads((tmp_path / "plain/config.json").read_text())
+    assert equal_states(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "plain"), model)
