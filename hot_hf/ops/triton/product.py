@@ -75,10 +75,10 @@ def contract(
         b_pointers += BK * stride_bk
     if TAIL:
         for begin in tl.range(whole, stop, 32, num_stages=1):
-            step = (begin + tl.arange(0, 32)).to(tl.int64)
-            inside = step < stop
-            a_tile = tl.load(a + step[None, :] * stride_ak, inside[None, :], other=0)
-            b_tile = tl.load(b + step[:, None] * stride_bk, inside[:, None], other=0)
+            rest = (begin + tl.arange(0, 32)).to(tl.int64)
+            inside = rest < stop
+            a_tile = tl.load(a + rest[None, :] * stride_ak, inside[None, :], other=0)
+            b_tile = tl.load(b + rest[:, None] * stride_bk, inside[:, None], other=0)
             even, odd = step_pair(a_tile, b_tile, even, odd, PACK)
     return even, odd
 
@@ -227,7 +227,7 @@ def _scale_kind(scale: Tensor | None) -> str:
 
 
 def _processors(device: torch.device) -> int:
-    if device.type == "cpu":
+    if device.type in ("cpu", "meta"):
         return 1
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
 
@@ -274,7 +274,7 @@ def product(
             *out.stride(),
             warps=tile.warps,
             stages=tile.stages,
-            BM=max(tile.bm, block_size),
+            BM=tile.bm,
             BN=tile.bn,
             BK=tile.bk,
             GROUP=8,
@@ -291,7 +291,9 @@ def product(
         with on_device(a.device):
             return triton.testing.do_bench(lambda: run(tile), return_mode="median")
 
-    timer = None if a.device.type == "cpu" else time
-    tiles = product_tile(family, out.shape[0], n, k, pack, _processors(a.device), timer)
-    run(tiles if tiles.bm >= block_size else family.packed)
+    timer = None if a.device.type in ("cpu", "meta") else time
+    if k > limit:  # the float32 sums need as many registers again as the int32 ones: no large tile
+        run(family.small if family.small.bm >= block_size else family.packed)
+    else:
+        run(product_tile(family, out.shape[0], n, k, pack, block_size, _processors(a.device), timer))
     return out

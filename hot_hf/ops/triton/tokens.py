@@ -55,10 +55,13 @@ def along_tokens(
 ):
     """The tile as it is quantized along the tokens: projected, or scaled per token and transformed."""
     if PROJECT:
-        return project_rows(v, ROWS, COLS, LOG)
-    if FOLD:
-        v = v * tl.load(token_scale + row, row < rows, other=0.0)[:, None]
-    return butterfly_rows(v, ROWS, COLS, LOG)
+        w = project_rows(v, ROWS, COLS, LOG)
+    else:
+        w = v
+        if FOLD:
+            w = v * tl.load(token_scale + row, row < rows, other=0.0)[:, None]
+        w = butterfly_rows(w, ROWS, COLS, LOG)
+    return w
 
 
 @triton.jit
@@ -99,7 +102,8 @@ def tile_maxima_kernel(
     v = load_tile(x, row, column, rows, columns, stride_row, stride_column)
     if ROW:
         bits = absolute_bits(butterfly_columns(v, ROWS, COLS, ROW_LOG))
-        tl.store(row_maxima + row * tl.num_programs(1) + tl.program_id(1), tl.max(bits, 1), row < rows)
+        place = row * tl.num_programs(1) + tl.program_id(1)
+        tl.store(row_maxima + place, tl.max(bits, 1), row < rows)
     if COLUMN:
         bits = absolute_bits(along_tokens(v, token_scale, row, rows, ROWS, COLS, PROJECT, FOLD, LOG))
         _, exists = token_rows(ROWS, PROJECT, LOG, rank)

@@ -46,7 +46,6 @@ class Family:
     row_limit: int = 16384
     tile: tuple[int, int] = (128, 64)
     tile_warps: int = 8
-    candidates: tuple[ProductTile, ...] = ()
 
 
 FAMILIES = {
@@ -147,22 +146,30 @@ _chosen: dict[tuple, ProductTile] = {}
 
 
 def product_tile(
-    family: Family, m: int, n: int, k: int, pack: str, processors: int, time: Callable[[ProductTile], float] | None
+    family: Family,
+    m: int,
+    n: int,
+    k: int,
+    pack: str,
+    block_size: int,
+    processors: int,
+    time: Callable[[ProductTile], float] | None,
 ) -> ProductTile:
     """The tile of one product.
 
     Args:
-        m, n, k: its sizes; pack: as in product.py; processors: of the device.
+        m, n, k: its sizes; pack, block_size: as in product.py, no tile has fewer rows than a block; processors: of the
+            device.
         time: milliseconds of a tile; used where ``HOT_HF_AUTOTUNE=1``, once per bucket of sizes and process. Every tile
             gives the same result, so a choice never changes a number.
     """
     tile = family.packed if pack else family.product
-    if -(-m // tile.bm) * -(-n // tile.bn) < processors:  # too few programs to fill the device
-        tile = family.small
+    if -(-m // tile.bm) * -(-n // tile.bn) < processors and family.small.bm >= block_size:
+        tile = family.small  # else too few programs to fill the device
     if time is None or os.environ.get("HOT_HF_AUTOTUNE") != "1":
         return tile
-    key = (family.name, pack, bucket(m), bucket(n), bucket(k))
+    key = (family.name, pack, block_size, bucket(m), bucket(n), bucket(k))
     if key not in _chosen:
-        tiles = {tile, family.small, family.packed, *(() if pack else (family.product,)), *family.candidates}
-        _chosen[key] = min(sorted(tiles, key=repr), key=time)
+        tiles = {family.small, family.packed, *(() if pack else (family.product,))}
+        _chosen[key] = min(sorted((t for t in tiles if t.bm >= block_size), key=repr), key=time)
     return _chosen[key]

@@ -1,0 +1,105 @@
+"""Kernels compiled ahead of time for GPUs that are not here; scripts/kernel_report.py does it for every type."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton", reason="compiles the Triton kernels")
+
+from hot_hf.ops.triton import ahead, tuning
+
+PRODUCTS = [name for name in ahead.CASES if name.startswith("product")]
+QUANTIZERS = [name for name in ahead.CASES if name not in PRODUCTS]
+SCRIPT = Path(__file__).parents[2] / "scripts" / "kernel_report.py"
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("kernel_report", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def check(script, name, dtype, target):
+    compiled = ahead.compile_case(name, dtype, target)
+    assert compiled
+    for one in compiled:
+        assert not list(script.problems(one, target)), f"{name} for {target}, {dtype}"
+        assert one.registers > 0 and "tt.addptr" in one.asm["ttir"]
+    return compiled
+
+
+# The tail variants hold everything of the others and more; the plain and the two packed products are three kernels.
+@pytest.mark.parametrize("target", ahead.TARGETS, ids=str)
+@pytest.mark.parametrize("name", ("product, tail", "product, int4 along k", "product, int4 rows, transform, tail"))
+def test_products_use_int8_matrix_instructions(script, target, name):
+    """C63: sm_80 and later, gfx942: the target's own int8 instruction, no spills, shared memory within the limit."""
+    (compiled,) = check(script, name, torch.bfloat16, target)
+    assert compiled.matrix_instructions
+
+
+@pytest.mark.parametrize("name", QUANTIZERS)
+def test_quantizers_compile(script, name):
+    """Every case for one target and type, chosen round robin, so that all targets and types have their turn."""
+    position = QUANTIZERS.index(name)
+    check(script, name, ahead.DTYPES[position % 3], ahead.TARGETS[position % len(ahead.TARGETS)])
+
+
+def test_contractions_beyond_int32(script):
+    check(script, "product, long", torch.float32, ("cuda", 90))
+
+
+def test_the_checks_can_fail(script):
+    """A kernel with what the report forbids is reported."""
+    good = ahead.compile_case("product, int4 along k", torch.bfloat16, ("cuda", 80))[0]
+    bad = ahead.Compiled(good.kernel, 255, 64, 1 << 20, (), ("%7 = tt.addptr",), 3, {})
+    assert len(list(script.problems(bad, ("cuda", 80)))) == 5
+    ttir = "%7 = tt.addptr %5, %6 : tensor<128x!tt.ptr<i32>>, tensor<128xi32> loc(#loc34)"
+    assert ahead._narrow_offsets(ttir) == (ttir,)
+    assert not ahead._narrow_offsets(ttir.replace("tensor<128xi32>", "tensor<128xi64>"))
+
+
+@pytest.mark.parametrize("arch", (70, 75))
+def test_older_architectures_are_refused(arch):
+    """C63: with a reason, before anything is compiled."""
+    with pytest.raises(ValueError, match=r"below 8\.0"):
+        ahead.compile_case("product", torch.float16, ("cuda", arch))
+
+
+def test_families():
+    assert tuning.family_of_capability((8, 9)).name == "sm_86"
+    assert tuning.family_of_capability((12, 1)).name == "sm_86"
+    assert tuning.family_of_capability((10, 3)).name == "sm_100"
+    assert tuning.family_of_arch("hip", "gfx942:sramecc+:xnack-").name == "gfx942"
+    with pytest.raises(ValueError, match="gfx90a"):
+        tuning.family_of_arch("hip", "gfx90a")
+    for family in tuning.FAMILIES.values():
+        assert family.reason and family.tile[0] % 16 == 0
+
+
+def test_autotuning_does_not_repeat_itself_for_other_lengths(monkeypatch):
+    """C64: one timing per bucket of sizes; off unless asked for."""
+    monkeypatch.setattr(tuning, "_chosen", {})
+    family, timed = tuning.FAMILIES["sm_90"], []
+
+    def time(tile):
+        timed.append(tile)
+        return tile.bm + tile.bn  # the small one wins
+
+    def choose(tokens, timer=time):
+        return tuning.product_tile(family, tokens, 4096, 4096, "", 1, 132, timer)
+
+    monkeypatch.delenv("HOT_HF_AUTOTUNE", raising=False)
+    assert choose(5000) == family.product and not timed
+    monkeypatch.setenv("HOT_HF_AUTOTUNE", "1")
+    first = choose(5000)
+    count = len(timed)
+    assert first == family.small and count > 1
+    for tokens in (4097, 6001, 8192):
+        assert choose(tokens) == first
+    assert len(timed) == count, "lengths of one bucket were timed again"
+    choose(8193)
+    assert len(timed) == 2 * count
