@@ -213,3 +213,26 @@ def test_inexact_int_mm_is_not_used(monkeypatch, caplog):
     a = torch.full((5, 300), 127, dtype=torch.int8)
     with caplog.at_level(logging.WARNING):
         assert (cpu.scaled_product(a, a.t(), torch.ones(1), None, torch.float32) == 127 * 127 * 300).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rounding", reference.ROUNDINGS)
+def test_both_quantizers_of_g_at_once(dtype, rounding):
+    """One pass for grad_input and grad_weight gives what two give."""
+    for _ in range(8):
+        rows, columns = random.choice(SIZES), random.choice(SIZES)
+        g = matrix(rows, columns, dtype)
+        bits, block, per_feature = random.choice([4, 8]), random.choice(reference.BLOCK_SIZES), random.random() < 0.5
+        seeds = (random.getrandbits(62), random.getrandbits(62))
+        for rank, token_scale in ((random.randint(1, 16), None), (None, torch.rand(rows))):
+            by_row, by_column = cpu.quantize_both(g, bits, block, True, rank, token_scale, per_feature, rounding, seeds)
+            if by_row is None:
+                assert dtype == torch.float64 or not cpu.warm_up()
+                continue
+            assert_pairs(by_row, reference.hadamard_quantize(g, bits, 1, block, True, rounding, seeds[0]))
+            if rank is None:
+                expected = reference.fold_quantize(g, token_scale, per_feature, rounding, seeds[1])
+            else:
+                expected = reference.project_quantize(g, 8, rank, per_feature, rounding, seeds[1])
+            assert_pairs(by_column, expected)
+    assert cpu.quantize_both(g, 8, 16, False, 8, None, True, rounding, seeds) == (None, None)

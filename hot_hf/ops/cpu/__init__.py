@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import QMAX, ROUNDINGS, TOKEN_BLOCK, hadamard, pack_int4, padded
-from .build import library
+from .build import ByRow, library
 
 __all__ = [
     "fold_quantize",
@@ -27,6 +27,7 @@ __all__ = [
     "pack_int4",
     "project_quantize",
     "project_quantize_packed",
+    "quantize_both",
     "scaled_product",
     "scaled_product_hadamard",
     "unpack_int4",
@@ -67,15 +68,20 @@ def _quantize(
     packed: bool = False,
     kept: tuple[int, ...] | None = None,
     row_scale: Tensor | None = None,
+    by_row: ByRow | None = None,
 ) -> tuple[Tensor, Tensor] | None:
-    """Every quantizer in one call; ``kept`` rows of each transformed block. None where the reference must compute."""
+    """Every quantizer in one call; ``kept`` rows of each transformed block; ``by_row``: a second result, same pass.
+
+    None where the reference must compute.
+    """
     kernels = library()
     if kernels is None or x.dtype not in DTYPES or x.numel() == 0:
         return None
     if rounding not in ROUNDINGS:
         raise ValueError(f"rounding must be one of {ROUNDINGS}, not {rounding!r}")
     x = x.detach()
-    turned = x.stride(1) != 1 and x.stride(0) == 1 and kept is None and row_scale is None and not packed
+    turned = x.stride(1) != 1 and x.stride(0) == 1 and kept is None and not packed and by_row is None
+    turned = turned and row_scale is None
     if turned:  # a transposed view, such as the weight of a Conv1D: work on the memory as it lies
         x, dim = x.t(), 1 - dim
     elif x.stride(1) != 1 or x.stride(0) < 0:
@@ -112,6 +118,7 @@ def _quantize(
         q.data_ptr(),
         scale.data_ptr(),
         torch.get_num_threads(),
+        None if by_row is None else ctypes.addressof(by_row),
     )
     assert not failed, (x.dtype, block)
     q = q.t() if turned else q
@@ -163,6 +170,39 @@ def fold_quantize(
     if token_scale.dtype == torch.float32:
         fused = _quantize(g, 8, 0, 1, per_slice, rounding, seed, row_scale=token_scale.contiguous())
     return fused or reference.fold_quantize(g, token_scale, per_slice, rounding, seed)
+
+
+def quantize_both(
+    g: Tensor,
+    bits: int,
+    block_size: int,
+    per_token: bool,
+    rank: int | None,
+    token_scale: Tensor | None,
+    per_feature: bool,
+    rounding: str,
+    seeds: tuple[int, int],
+) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
+    """``hadamard_quantize`` of g's rows, and g projected with ``rank`` or folded with ``token_scale``: two reads of g
+    instead of three.
+
+    Returns:
+        both pairs of integers and scale, or (None, None) where they are better made one by one.
+    """
+    folded_type = torch.float32 if token_scale is None else token_scale.dtype
+    if not per_token or folded_type != torch.float32 or g.dtype not in DTYPES or g.numel() == 0 or library() is None:
+        return None, None
+    width = padded(g.shape[1], block_size)
+    q = torch.empty(g.shape[0], width, dtype=torch.int8)
+    scale = torch.empty(g.shape[0], dtype=torch.float32)
+    seed = seeds[0] & 0xFFFFFFFFFFFFFFFF
+    by_row = ByRow(block_size, block_size**-0.5, QMAX[bits], seed, width, q.data_ptr(), scale.data_ptr())
+    if rank is None:
+        options = {"row_scale": token_scale.contiguous(), "block": 1}
+    else:
+        options = {"kept": _sequencies(rank), "block": TOKEN_BLOCK}
+    columns = _quantize(g, 8, 0, per_slice=per_feature, rounding=rounding, seed=seeds[1], by_row=by_row, **options)
+    return (q, scale), columns
 
 
 def unpack_int4(packed: Tensor, columns: int) -> Tensor:

@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from ctypes import c_float, c_int, c_int64, c_uint64, c_void_p
+from ctypes import Structure, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
 logger = logging.getLogger("hot_hf")
@@ -27,6 +27,7 @@ SIGNATURES = {
         *(c_void_p, c_void_p, c_int),  # row_scale, keep, kept
         *(c_int, c_int, c_int, c_int, c_uint64, c_int64, c_int64),  # qmax, per_tensor, packed, rounding and its numbers
         *(c_void_p, c_void_p, c_int),  # q, scale, threads
+        c_void_p,  # ByRow or None
     ),
     "hot_hf_epilogue": (
         *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int, c_float),
@@ -35,6 +36,21 @@ SIGNATURES = {
     "hot_hf_huge_pages": (c_void_p, c_int64),
     "hot_hf_unpack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
 }
+
+
+class ByRow(Structure):
+    """``HotHfByRow`` of kernels.cpp."""
+
+    _fields_ = [
+        ("block", c_int),
+        ("factor", c_float),
+        ("qmax", c_int),
+        ("seed", c_uint64),
+        ("number_row", c_int64),
+        ("q", c_void_p),
+        ("scale", c_void_p),
+    ]
+
 
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None

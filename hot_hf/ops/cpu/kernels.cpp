@@ -301,32 +301,52 @@ template <bool PACKED> void quantize_row(const Job& j, const float* row, int64_t
         put(c, round_with_noise(scaled(load(row + c), inverse, live), rounding, qmax, seed, first + c * step, step), width - c);
 }
 
-template <class T> void quantize_rows(const Job& j) {
+// The rows of a job, one after the other, in a buffer of one thread.
+template <class T> struct RowQuantizer {
+    const Job& j;
     const int64_t width = (j.cols + j.block - 1) / j.block * j.block;  // of the result
     const int64_t padded = (width + LANES - 1) / LANES * LANES;
     const int64_t pitch = j.packed ? (width + 1) / 2 : width;
-    const int n = threads_for(j.rows * padded, j.threads);
+    std::vector<float> buffer = std::vector<float>(padded + LANES);
+    float* const row = (float*)(((uintptr_t)buffer.data() + 63) & ~(uintptr_t)63);  // a store across lines costs two
+
+    explicit RowQuantizer(const Job& job) : j(job) {}
+    int32_t transform(int64_t r) { return transform_row((const T*)j.x + r * j.stride, j.cols, j.block, j.factor, row, padded); }
+    void quantize(int64_t r, Scale s) {
+        if (j.packed) quantize_row<true>(j, row, width, r, s, j.q + r * pitch);
+        else quantize_row<false>(j, row, width, r, s, j.q + r * pitch);
+    }
+    void per_row(int64_t r) {
+        const Scale s = scale_of(transform(r), j.qmax);
+        j.scale[r] = s.scale;
+        quantize(r, s);
+    }
+};
+
+template <class T> void quantize_rows(const Job& j) {
+    const int n = threads_for(j.rows * j.cols, j.threads);
     int32_t all = 0;
 #pragma omp parallel num_threads(n) if (n > 1)
     {
-        std::vector<float> buffer(padded + LANES);
-        float* row = (float*)(((uintptr_t)buffer.data() + 63) & ~(uintptr_t)63);  // a store across lines costs two
-        auto transformed = [&](int64_t r) { return transform_row((const T*)j.x + r * j.stride, j.cols, j.block, j.factor, row, padded); };
+        RowQuantizer<T> rows(j);
         if (j.per_tensor) {
             int32_t mine = 0;
 #pragma omp for schedule(static) nowait
-            for (int64_t r = 0; r < j.rows; r++) mine = std::max(mine, transformed(r));
+            for (int64_t r = 0; r < j.rows; r++) mine = std::max(mine, rows.transform(r));
 #pragma omp critical(hot_hf_absmax)
             all = std::max(all, mine);
 #pragma omp barrier
-        }
+            const Scale s = scale_of(all, j.qmax);
 #pragma omp for schedule(static)
-        for (int64_t r = 0; r < j.rows; r++) {
-            const int32_t own = transformed(r);
-            const Scale s = scale_of(j.per_tensor ? all : own, j.qmax);
-            if (!j.per_tensor || r == 0) j.scale[j.per_tensor ? 0 : r] = s.scale;
-            if (j.packed) quantize_row<true>(j, row, width, r, s, j.q + r * pitch);
-            else quantize_row<false>(j, row, width, r, s, j.q + r * pitch);
+            for (int64_t r = 0; r < j.rows; r++) {
+                rows.transform(r);
+                rows.quantize(r, s);
+            }
+#pragma omp single
+            j.scale[0] = s.scale;
+        } else {
+#pragma omp for schedule(static)
+            for (int64_t r = 0; r < j.rows; r++) rows.per_row(r);
         }
     }
 }
@@ -335,8 +355,10 @@ template <class T> void quantize_rows(const Job& j) {
 
 // Transforms along the rows: blocks of B rows, of which the ``kept`` rows ``keep`` are used. ``row_scale`` multiplies
 // the rows first. Threads share the row blocks, so that memory is read in order whatever the width.
+// ``by_row``: a second job on the same rows, one scale each, done while they are in the cache.
 // BLOCK: 1 and 16 are compiled apart, so that a block lives in registers; 0 takes any other from ``j.block``.
-template <class T, int BLOCK> void quantize_columns(const Job& j, const float* row_scale, const int32_t* keep, int kept) {
+template <class T, int BLOCK>
+void quantize_columns(const Job& j, const float* row_scale, const int32_t* keep, int kept, const Job* by_row) {
     const int B = BLOCK ? BLOCK : j.block;
     const int64_t blocks = (j.rows + B - 1) / B, cols = j.cols, stride = j.stride;
     const float factor = j.factor;
@@ -373,8 +395,11 @@ template <class T, int BLOCK> void quantize_columns(const Job& j, const float* r
     {
         vi* max = maxima.data() + omp_get_thread_num() * vectors;
         vf v[BLOCK ? BLOCK : LARGEST_BLOCK];
+        RowQuantizer<T> rows(by_row ? *by_row : j);
 #pragma omp for schedule(static)
-        for (int64_t b = 0; b < blocks; b++)
+        for (int64_t b = 0; b < blocks; b++) {
+            if (by_row)
+                for (int64_t r = b * B; r < std::min(b * B + B, j.rows); r++) rows.per_row(r);
             for (int64_t c = 0; c < vectors; c++) {
                 transformed(b, c * LANES, v);
                 vi m = max[c];
@@ -383,6 +408,7 @@ template <class T, int BLOCK> void quantize_columns(const Job& j, const float* r
                     for (int k = 0; k < kept; k++) m = abs_max(m, v[keep[k]] * factor);
                 max[c] = m;
             }
+        }
 #pragma omp single
         {
             vi all = {};
@@ -461,28 +487,50 @@ void epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float* a, in
     }
 }
 
-template <class T> void quantize(const Job& j, int dim, const float* row_scale, const int32_t* keep, int kept) {
+template <class T>
+void quantize(const Job& j, int dim, const float* row_scale, const int32_t* keep, int kept, const Job* by_row) {
     if (dim == 1) quantize_rows<T>(j);
-    else if (j.block == 1) quantize_columns<T, 1>(j, row_scale, keep, kept);
-    else if (j.block == LANES) quantize_columns<T, LANES>(j, row_scale, keep, kept);
-    else quantize_columns<T, 0>(j, row_scale, keep, kept);
+    else if (j.block == 1) quantize_columns<T, 1>(j, row_scale, keep, kept, by_row);
+    else if (j.block == LANES) quantize_columns<T, LANES>(j, row_scale, keep, kept, by_row);
+    else quantize_columns<T, 0>(j, row_scale, keep, kept, by_row);
 }
+
+bool known(int block) { return block == 1 || (block % LANES == 0 && !(block & (block - 1)) && block <= LARGEST_BLOCK); }
 
 }  // namespace
 
 extern "C" {
 
+// A quantizer's second result, one scale per row, never packed: see ``by_row``.
+struct HotHfByRow {
+    int block;
+    float factor;
+    int qmax;
+    uint64_t seed;
+    int64_t number_row;
+    void* q;
+    float* scale;
+};
+
 // Returns 0, or 1 for an argument it does not know.
 int hot_hf_quantize(const void* x, int dtype, int64_t rows, int64_t cols, int64_t stride, int dim, int block, float factor,
                     const float* row_scale, const int32_t* keep, int kept, int qmax, int per_tensor, int packed,
-                    int rounding, uint64_t seed, int64_t number_row, int64_t number_col, void* q, float* scale, int threads) {
+                    int rounding, uint64_t seed, int64_t number_row, int64_t number_col, void* q, float* scale, int threads,
+                    const HotHfByRow* also) {
     const Job j{x, rows, cols, stride, block, factor, qmax, per_tensor, packed, rounding, seed, (uint64_t)number_row,
                 (uint64_t)number_col, (int8_t*)q, scale, threads};
-    if (block != 1 && (block % LANES || block & (block - 1) || block > LARGEST_BLOCK)) return 1;
+    Job other = j;
+    if (also) {
+        other.block = also->block, other.factor = also->factor, other.qmax = also->qmax, other.per_tensor = 0;
+        other.packed = 0, other.seed = also->seed, other.number_row = also->number_row, other.number_col = 1;
+        other.q = (int8_t*)also->q, other.scale = also->scale;
+    }
+    const Job* by_row = also ? &other : nullptr;
+    if (!known(block) || !known(other.block) || (also && dim == 1)) return 1;
     switch (dtype) {
-        case F32: quantize<float>(j, dim, row_scale, keep, kept); return 0;
-        case BF16: quantize<bf16>(j, dim, row_scale, keep, kept); return 0;
-        case F16: quantize<f16>(j, dim, row_scale, keep, kept); return 0;
+        case F32: quantize<float>(j, dim, row_scale, keep, kept, by_row); return 0;
+        case BF16: quantize<bf16>(j, dim, row_scale, keep, kept, by_row); return 0;
+        case F16: quantize<f16>(j, dim, row_scale, keep, kept, by_row); return 0;
     }
     return 1;
 }
