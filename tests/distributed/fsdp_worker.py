@@ -2,18 +2,20 @@
 
 import copy
 import os
+from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from hot_hf import HOTConfig, HOTPatchError, apply_hot, remove_hot
 from hot_hf.memory import SavedTensors
 from tests.models import tiny_llama, token_batch
 
+from .launch_files import environment
 from .worker import Scenarios, assert_close, gradients, mean_over_ranks, weights, worst
 
 scenario = Scenarios()
@@ -68,19 +70,16 @@ def patched_pair(seed, **settings):
 def three_steps(seed):
     """Per block and per linear, resharded after the forward or not, checkpointed or not, tied or not."""
     found = {}
-    for settings in (
-        {"per_linear": False, "reshard_after_forward": True},
-        {"per_linear": False, "reshard_after_forward": False},
-        {"per_linear": True, "reshard_after_forward": True},
+    for checkpointing, settings in (
+        (False, {"per_linear": False, "reshard_after_forward": True}),
+        (True, {"per_linear": False, "reshard_after_forward": False}),
+        (True, {"per_linear": True, "reshard_after_forward": True}),
     ):
-        for checkpointing in (False, True):
-            model, single = patched_pair(seed, tie=checkpointing)
-            if checkpointing:
-                model.train()
-                model.gradient_checkpointing_enable({"use_reentrant": False})
-            found[f"{settings} checkpointing={checkpointing}"] = three_steps_match(
-                shard(model, **settings), single, seed
-            )
+        model, single = patched_pair(seed, tie=checkpointing)
+        if checkpointing:
+            model.train()
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        found[f"{settings} checkpointing={checkpointing}"] = three_steps_match(shard(model, **settings), single, seed)
     return found
 
 
@@ -231,6 +230,29 @@ def compiled_blocks(seed):
     for block in model.model.layers:
         block.compile(backend="aot_eager")
     return three_steps_match(shard(model), single, seed)
+
+
+@scenario
+def accelerate_configuration(seed):
+    """scripts/launch/fsdp2.yaml through Accelerate's own plugin and preparation, which it allows on GPUs alone."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.utils.fsdp_utils import fsdp2_prepare_model
+
+    os.environ.update(environment("fsdp2"))
+    plugin = FullyShardedDataParallelPlugin()
+    model, single = patched_pair(seed)
+    accelerator = SimpleNamespace(
+        state=SimpleNamespace(fsdp_plugin=plugin),
+        mixed_precision="no",
+        device=torch.device("cpu"),
+        is_main_process=dist.get_rank() == 0,
+        parallelism_config=None,
+    )
+    sharded = fsdp2_prepare_model(accelerator, model)  # by way of the meta device
+    assert isinstance(sharded.model.layers[0], FSDPModule)
+    # What a callback does that patches only now: blocks are sharded, and the head by itself.
+    assert len(apply_hot(sharded, HOTConfig()).patched) == 14
+    return three_steps_match(sharded, single, seed)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,15 @@ pytestmark = [pytest.mark.xdist_group("fsdp"), pytest.mark.timeout(240)]
 
 @pytest.mark.parametrize(
     "name",
-    ["three_steps", "mixed_precision", "accumulation", "lora", "compiled_blocks", "save_and_reload"],
+    [
+        "three_steps",
+        "mixed_precision",
+        "accumulation",
+        "lora",
+        "compiled_blocks",
+        "save_and_reload",
+        "accelerate_configuration",
+    ],
 )
 def test_as_one_process(outcome, name):
     """Gradients in three AdamW steps, and saved weights, equal one process's to float tolerance."""
