@@ -208,3 +208,41 @@ def test_hot_bytes_are_the_packed_inputs():
     with SavedTensors(model) as saved:
         model(torch.randn(32, 256))
     assert saved.hot_bytes == 32 * 256 // 2 + 32 * 4  # half a byte per element, one float32 scale per token
+
+
+SMOLLM2 = LlamaConfig(
+    hidden_size=576,
+    intermediate_size=1536,
+    num_hidden_layers=2,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    vocab_size=49152,
+    tie_word_embeddings=True,
+    architectures=["LlamaForCausalLM"],
+)
+LLAMA_8 = LlamaConfig(
+    hidden_size=1024,
+    intermediate_size=2816,
+    num_hidden_layers=2,
+    num_attention_heads=16,
+    num_key_value_heads=8,
+    architectures=["LlamaForCausalLM"],
+)
+VIT_B = ViTConfig(num_hidden_layers=3, num_labels=1000, architectures=["ViTForImageClassification"])
+
+
+@pytest.mark.parametrize(
+    "config, batch, length, dtype, method, base, less",
+    [
+        (VIT_B, 8, None, torch.float32, "hot+block", "exact", 0.75),
+        (LLAMA_8, 1, 1024, torch.bfloat16, "hot+block", "exact", 0.60),
+        (SMOLLM2, 2, 256, torch.float32, "lora+hot+block", "lora", 0.70),
+    ],
+)
+def test_block_compression_keeps_what_was_promised(config, batch, length, dtype, method, base, less):
+    """Shares of all but logits and loss; fewer layers than docs/results/memory.md has, so that ends weigh more."""
+    loss = ("", "base_model.model")
+    kept, whole = (
+        estimate(config, batch, length, m, dtype=dtype, device="cpu").kept.outside(*loss) for m in (method, base)
+    )
+    assert kept < (1 - less) * whole
