@@ -51,10 +51,10 @@ def smollm2():
         raise FileNotFoundError(f"No GGUF file in {str(folder)!r}; run `{WEIGHTS_REMEDY} --force-reinstall`.")
     tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=files[0].name)
     model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=files[0].name, dtype=torch.float32)
-    # The weights are dequantized by now; with these left on it, Trainer takes the model for a quantized one.
-    model.hf_quantizer = None
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    # The weights are plain float32 by now; left as it is, Trainer would refuse the model as a quantized one.
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
     model.config.use_cache = False
     return model, tokenizer
 
