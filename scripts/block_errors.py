@@ -2,8 +2,8 @@
 """What each way of holding each kind of saved tensor does to the gradient of a whole model.
 
 One training step's gradient with every linear layer exact and one kind compressed, against the exact gradient: relative
-Frobenius error over all parameters. ``hot_hf/block/kinds.py`` is chosen from this table. Writes
-docs/results/block_errors.csv and .md:
+Frobenius error over all parameters. ``hot_hf/block/kinds.py`` is chosen from this table. Adds
+what is missing to docs/results/block_errors.csv and writes the page beside it:
 
     python scripts/block_errors.py
 """
@@ -14,6 +14,7 @@ import argparse
 import copy
 import csv
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from hot_hf.demo import data, models
 from hot_hf.memory import SavedTensors
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results"
+TABLE = RESULTS / "block_errors.csv"
 HOLDS = {
     "int8, groups of 16": Codec("int8", 16),
     "int8, groups of 32": Codec("int8", 32),
@@ -78,54 +80,81 @@ def text_model():
     model, tokenizer = models.smollm2()
     train, _ = data.python_sources(tokenizer, 1, 1)
     rows = torch.tensor([train[0]["input_ids"]])
-    return "SmolLM2-135M", model.train(), {"input_ids": rows, "labels": rows}
+    return model.train(), {"input_ids": rows, "labels": rows}
 
 
-def image_model(steps: int = 150):
-    """The demo's small ViT after ``steps`` steps on digits: a gradient of a network that has learnt something."""
+def image_model():
+    """The demo's small ViT after 150 steps on digits: a gradient of a network that has learnt something."""
     train, _ = data.digits()
     torch.manual_seed(0)
     model = models.small_vit().train()
     pixels = torch.stack([row["pixel_values"] for row in train])
     labels = torch.tensor([row["labels"] for row in train])
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-    for _ in range(steps):
+    for _ in range(150):
         pick = torch.randint(len(train), (64,))
         optimizer.zero_grad()
         model(pixel_values=pixels[pick], labels=labels[pick]).loss.backward()
         optimizer.step()
     pick = torch.randint(len(train), (64,))
-    return f"small ViT, {steps} steps", model, {"pixel_values": pixels[pick], "labels": labels[pick]}
+    return model, {"pixel_values": pixels[pick], "labels": labels[pick]}
 
 
-def measure(name: str, model: nn.Module, batch: dict) -> list[dict]:
-    rows = []
+MODELS = {"image": ("small ViT after 150 steps", image_model), "text": ("SmolLM2-135M", text_model)}
 
-    def add(attention: str, kind: str, hold: str, flat, kept: int) -> None:
-        error = float((flat - exact).norm() / exact.norm())
-        row = {"model": name, "attention": attention, "kind": kind, "hold": hold}
-        rows.append({**row, "error": f"{error:.5f}", "kept": f"{kept / exact_kept:.3f}"})
-        print(*rows[-1].values(), sep=" | ", flush=True)
 
-    for attention, kinds in KINDS.items():
+def cases(attention: str):
+    """(kind, hold, gradient of a model and batch) of every row of one attention."""
+    for kind in KINDS[attention]:
+        for hold, codec in HOLDS.items():
+            yield " and ".join(kind), hold, partial(held_gradient, dict.fromkeys(kind, codec))
+    yield "all kinds", "as chosen", partial(held_gradient, CODECS)
+    for compress in ("inputs", "block"):
+        yield f"linear layers by HOT, compress={compress}", "as chosen", partial(hot_gradient, compress)
+
+
+def held_gradient(codecs: dict[str, Codec | None], model: nn.Module, batch: dict):
+    with holding(model, codecs):
+        return gradient(model, batch)
+
+
+def hot_gradient(compress: str, model: nn.Module, batch: dict):
+    patched = copy.deepcopy(model)
+    apply_hot(patched, HOTConfig(compress=compress))
+    return gradient(patched, batch)
+
+
+def measure(name: str, make) -> None:
+    """Add the rows of one model that the table does not hold yet; each is stored as soon as it is known."""
+    have = {(r["attention"], r["kind"], r["hold"]) for r in read() if r["model"] == name}
+    todo = {a: [c for c in cases(a) if (a, *c[:2]) not in have] for a in KINDS}
+    if not any(todo.values()):
+        return
+    model, batch = make()
+    for attention, missing in todo.items():
+        if not missing:
+            continue
         model.set_attn_implementation(attention)
         exact, exact_kept = gradient(model, batch)
-        for kind in kinds:
-            for hold, codec in HOLDS.items():
-                with holding(model, dict.fromkeys(kind, codec)):
-                    add(attention, " and ".join(kind), hold, *gradient(model, batch))
-        with holding(model, CODECS):
-            add(attention, "all kinds", "as chosen", *gradient(model, batch))
-        for compress in ("inputs", "block"):
-            patched = copy.deepcopy(model)
-            apply_hot(patched, HOTConfig(compress=compress))
-            add(attention, f"linear layers by HOT, compress={compress}", "as chosen", *gradient(patched, batch))
-    return rows
+        for kind, hold, run in missing:
+            flat, kept = run(model, batch)
+            error = float((flat - exact).norm() / exact.norm())
+            row = {"model": name, "attention": attention, "kind": kind, "hold": hold}
+            row |= {"error": f"{error:.5f}", "kept": f"{kept / exact_kept:.3f}"}
+            write([*read(), row])
+            print(*row.values(), sep=" | ", flush=True)
+
+
+def read() -> list[dict]:
+    if not TABLE.exists():
+        return []
+    with open(TABLE, newline="") as file:
+        return list(csv.DictReader(file))
 
 
 def write(rows: list[dict]) -> None:
     RESULTS.mkdir(parents=True, exist_ok=True)
-    with open(RESULTS / "block_errors.csv", "w", newline="") as file:
+    with open(TABLE, "w", newline="") as file:
         writer = csv.DictWriter(file, rows[0])
         writer.writeheader()
         writer.writerows(rows)
@@ -146,13 +175,9 @@ def write(rows: list[dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--models", nargs="+", choices=("image", "text"), default=["image", "text"])
-    torch.set_num_threads(2)
-    makers = {"image": image_model, "text": text_model}
-    rows = []
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     for which in parser.parse_args().models:
-        rows += measure(*makers[which]())
-    write(rows)
+        measure(*MODELS[which])
 
 
 if __name__ == "__main__":
