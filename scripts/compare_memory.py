@@ -175,6 +175,7 @@ def resident() -> int:
 def run_row(workload: str, method: str, steps: int | None) -> dict:
     """Train ``method`` on ``workload`` and measure; fewer steps than the workload's own give no loss."""
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)  # CPU seconds of one thread: what else the machine does hardly shows in them
     spec = WORKLOADS[workload]
     torch.manual_seed(0)
     model, batches, held_out = globals()[spec.make](steps or spec.steps)
@@ -185,12 +186,12 @@ def run_row(workload: str, method: str, steps: int | None) -> dict:
     optimizer = torch.optim.AdamW(trainable, lr)
     before, peak, seconds = resident(), 0, []
     for batch in batches:
-        start = time.perf_counter()
+        start = time.process_time()
         value = loss(model, batch)
         value.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seconds.append(time.perf_counter() - start)
+        seconds.append(time.process_time() - start)
         if not peak:  # of the first step: measuring afterwards holds more
             fix_selection(model)  # lqs chooses after one batch here, so that the steps timed are those that last
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
@@ -250,10 +251,10 @@ def page() -> None:
         "# Memory, time and loss, side by side",
         "",
         "`python scripts/compare_memory.py`, every row in a process of its own, on "
-        f"{torch.get_num_threads()} CPU threads, torch {torch.__version__.split('+')[0]}. Kept: bytes that autograd "
+        f"one CPU thread, torch {torch.__version__.split('+')[0]}. Kept: bytes that autograd "
         "saves for the backward, each storage once, counted by saved-tensor hooks. Without loss: less what logits and "
         "loss keep. Resident: the growth of the process's peak in its first step, with gradients, optimizer state and "
-        "everything temporary. Seconds: median step after the first, forward, backward and optimizer. What the numbers "
+        "everything temporary. Seconds: CPU time of the median step after the first: forward, backward, optimizer. What the numbers "
         "mean is in [memory.md](../memory.md).",
         "",
         "![bytes kept](memory.png)",
@@ -266,7 +267,7 @@ def page() -> None:
         steps = f", loss after {spec.steps} steps" if any(r["loss"] for r in mine) else ""
         lines += ["", f"## {spec.title}{steps}", ""]
         head = ["method", "kept, MiB", f"of {base['method']}", "without loss, MiB", "of it"]
-        head += ["resident, MiB", "s / step"]
+        head += ["resident, MiB", "CPU s / step"]
         if steps:
             head += ["held-out loss", f"above {base['method']}"]
         lines += ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
@@ -309,7 +310,7 @@ def draw(done: list[dict]) -> None:
             axes[1].plot(x, y, "o", color="#d08770", markersize=5)
             axes[1].annotate(r["method"], (x, y), fontsize=6.5, xytext=(4, 3), textcoords="offset points")
         axes[1].set_xlabel("MiB kept without loss")
-        axes[1].set_ylabel("seconds per step")
+        axes[1].set_ylabel("CPU seconds per step")
         axes[1].set_xlim(left=0)
         axes[1].set_ylim(bottom=0)
         for a in axes:
