@@ -34,7 +34,7 @@ RESULTS = Path(__file__).parent.parent / "docs" / "results"
 TABLE = RESULTS / "memory.csv"
 FIELDS = ("workload", "method", "steps", "kept", "kept_without_loss", "resident", "seconds", "loss")
 MIB = 2**20
-TEXT_STEPS = 60
+TEXT_STEPS = 40
 
 FULL = (
     "exact",
@@ -254,8 +254,8 @@ def page() -> None:
         f"one CPU thread, torch {torch.__version__.split('+')[0]}. Kept: bytes that autograd "
         "saves for the backward, each storage once, counted by saved-tensor hooks. Without loss: less what logits and "
         "loss keep. Resident: the growth of the process's peak in its first step, with gradients, optimizer state and "
-        "everything temporary. Seconds: CPU time of the median step after the first: forward, backward, optimizer. What the numbers "
-        "mean is in [memory.md](../memory.md).",
+        "everything temporary. Seconds: CPU time of the median step after the first: forward, backward, optimizer. "
+        "What the numbers mean is in [memory.md](../memory.md).",
         "",
         "![bytes kept](memory.png)",
     ]
