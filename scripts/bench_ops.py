@@ -3,6 +3,7 @@
     python scripts/bench_ops.py layers      # shapes of ViT-B, SmolLM2-135M and Llama-3-8B
     python scripts/bench_ops.py narrow      # the crossover that HOTConfig.min_features stands for
     python scripts/bench_ops.py growth      # against tokens, width and layers
+    python scripts/bench_ops.py quantizers  # the compiled kernels against the reference, eager and through inductor
     python scripts/bench_ops.py start       # loading the kernels, with and without compiling them
 
 Rows are appended to docs/results/bench_*.csv; scripts/bench_page.py makes the pages, also at the end of each run.
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
@@ -24,7 +26,7 @@ from bench_page import RESULTS, append, interleaved, machine, summary, timed, wr
 from torch import nn
 
 from hot_hf import HOTConfig, apply_hot, buffer
-from hot_hf.ops import reference
+from hot_hf.ops import cpu, reference
 
 LAYERS = {  # name: (tokens, out_features, in_features)
     "bar 1": (4096, 3072, 768),
@@ -196,6 +198,26 @@ def growth(args: argparse.Namespace) -> None:
         print(along, value, {row["configuration"]: row["ms"] for row in rows})
 
 
+def quantizers(args: argparse.Namespace) -> None:
+    g, token_scale = torch.randn(4096, 3072), torch.rand(4096)
+    cases = {  # name: (arguments, reference, kernels)
+        "hadamard_quantize, rows": ((g, 8, 1, 16, True), reference.hadamard_quantize, cpu.hadamard_quantize),
+        "hadamard_quantize, columns": ((g, 8, 0, 16, True), reference.hadamard_quantize, cpu.hadamard_quantize),
+        "project_quantize": ((g, 8, 8, True), reference.project_quantize, cpu.project_quantize),
+        "fold_quantize": ((g, token_scale, True), reference.fold_quantize, cpu.fold_quantize),
+    }
+    for name, (arguments, plain, fused) in cases.items():
+        compiled = torch.compile(plain, dynamic=True)
+        first = timed(partial(compiled, *arguments))
+        works = {"reference": plain, "inductor": compiled, "kernels": fused}
+        taken = interleaved({k: partial(timed, partial(work, *arguments)) for k, work in works.items()}, args.rounds)
+        equal = bool((compiled(*arguments)[0] == plain(*arguments)[0]).all())
+        row = {**machine(), "quantizer": name, "inductor_first_call_s": f"{first:.3g}", "inductor_equal": str(equal)}
+        row |= {f"{k}_ms": f"{median(v) * 1e3:.3g}" for k, v in taken.items()}
+        append(RESULTS / "bench_quantizers.csv", [row])
+        print(row)
+
+
 def start(args: argparse.Namespace) -> None:
     code = "import time; from hot_hf.ops import cpu; t = time.time(); assert cpu.warm_up(); print(time.time() - t)"
     with tempfile.TemporaryDirectory() as cache:
@@ -214,13 +236,14 @@ def start(args: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("layers", "narrow", "growth", "start"))
+    parser.add_argument("what", choices=("layers", "narrow", "growth", "quantizers", "start"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--presets", nargs="+", default=["default", "fast"], choices=list(PRESETS))
     parser.add_argument("--bar", action="store_true", help="layers: only the three largest shapes of the comparison")
     args = parser.parse_args()
     torch.manual_seed(0)
-    {"layers": layers, "narrow": narrow, "growth": growth, "start": start}[args.what](args)
+    commands = {"layers": layers, "narrow": narrow, "growth": growth, "quantizers": quantizers, "start": start}
+    commands[args.what](args)
     write_pages()
 
 

@@ -185,6 +185,20 @@ def write_pages() -> None:
             f"`python scripts/bench_ops.py growth` on {where(growth)}.\n",
             "![forward and backward against tokens, width and layers](bench_growth.png)\n",
         ]
+    if made := latest(RESULTS / "bench_quantizers.csv", "quantizer"):
+        columns = {
+            "quantizer": "4096 x 3072, float32",
+            "reference_ms": "reference, ms",
+            "inductor_ms": "through inductor, ms",
+            "kernels_ms": "kernels, ms",
+            "inductor_first_call_s": "inductor's first call, s",
+            "inductor_equal": "inductor's integers equal",
+        }
+        parts += [
+            "## The quantizers alone\n",
+            f"`python scripts/bench_ops.py quantizers` on {where(made)}.\n",
+            table(made, columns) + "\n",
+        ]
     if start:
         columns = {"start": "process", "seconds": "seconds until the kernels are loaded"}
         parts += [
