@@ -265,4 +265,4 @@ def test_forward_without_backward():
     before = tensors()
     for n in range(1, 60):
         model(torch.randn(n, 64))
-    assert tensors() == before
+    assert tensors() <= before  # fewer where an earlier test left something behind

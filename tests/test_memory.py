@@ -161,5 +161,6 @@ def test_memory_stays_flat(rounding):
     before = _tensors()
     for i in range(200):
         step(i)
-    assert _tensors() == before
+    count, nbytes = _tensors()
+    assert count <= before[0] and nbytes <= before[1]  # less where an earlier test left something behind
     assert not any(isinstance(v, torch.Tensor) for m in model if isinstance(m, HOTLinear) for v in vars(m.hot).values())
