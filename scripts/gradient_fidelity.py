@@ -133,6 +133,8 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     gradients = Store(args.output / "fidelity_gradients.csv", GRADIENT_KEY, GRADIENT_VALUES)
     training = Store(args.output / "fidelity_training.csv", TRAINING_KEY, TRAINING_VALUES)
+    for row in training.rows:
+        row["configuration"] = runs.with_defaults(row["configuration"])
     left = args.limit
     for data in args.data:
         if "gradients" in args.parts:

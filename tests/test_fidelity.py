@@ -12,9 +12,11 @@ pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
 import gradient_fidelity
-from fidelity import single
+from fidelity import runs, single
 from fidelity.capture import capture
-from fidelity.store import Store
+from fidelity.store import Store, key_of
+
+from hot_hf import HOTConfig
 
 
 def test_captured_tensors_give_the_layer_s_own_gradients():
@@ -80,6 +82,15 @@ def test_store_finds_what_was_finished(tmp_path):
     Store(path, ("a",), ("b",)).add(a='{"x": 1}', b=2.5)
     again = Store(path, ("a",), ("b",))
     assert again.find(a='{"x": 1}')["b"] == "2.5" and again.find(a="other") is None
+
+
+def test_a_stored_run_outlives_new_fields():
+    """The run of a configuration without some field is the run of that field's default; exact stays exact."""
+    old = HOTConfig.smallest().to_dict()
+    del old["share"], old["block_size"]
+    assert runs.with_defaults(key_of(old)) == key_of(HOTConfig.smallest().to_dict())
+    assert runs.with_defaults(key_of({**old, "share": False})) == key_of(HOTConfig.smallest(share=False).to_dict())
+    assert runs.with_defaults(key_of(None)) == key_of(None)
 
 
 def test_one_command_resumes_and_reports(tmp_path):

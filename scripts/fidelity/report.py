@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import textwrap
 from pathlib import Path
 
 from . import runs, single
@@ -65,12 +66,13 @@ def training_table(rows: Rows, data: str) -> str:
     for candidate, found in groups:
         for r in found:
             above = above_exact([r], exact, "held_out_loss")
+            worse = " (more than 0.01)" if above is not None and above > 0.01 else ""
             lines.append(
                 [
                     candidate.label,
                     r["steps"],
                     f"{float(r['held_out_loss']):.4f}",
-                    "" if candidate is runs.EXACT or above is None else f"{above:+.4f}",
+                    "" if candidate is runs.EXACT or above is None else f"{above:+.4f}{worse}",
                     f"{float(r['largest_grad_norm']):.3g}",
                     f"{int(r['kept_linear_bytes']) / 2**20:.1f}",
                     f"{int(r['kept_bytes']) / 2**20:.1f}",
@@ -120,11 +122,14 @@ def plot(gradients: Rows, training: Rows, path: Path) -> None:
                 r["label"]: float(r["error"]) for r in gradients if (r["data"], r["gradient"]) == (data, gradient)
             }
             found = [(y, errors[label]) for y, label in enumerate(labels) if label in errors]
-            bars = ax.barh([y + i * height for y, _ in found], [e for _, e in found], height, label=data)
+            bars = ax.barh([y + i * height for y, _ in found], [e for _, e in found], height, label=data, color=f"C{i}")
             ax.bar_label(bars, fmt="%.2f", fontsize=7)
-        ax.set_yticks([y + height / 2 for y in range(len(labels))], labels, fontsize=8)
+        ax.set_yticks(
+            [y + height / 2 for y in range(len(labels))], [textwrap.fill(label, 34) for label in labels], fontsize=8
+        )
         ax.invert_yaxis()
-        ax.set(title=f"{gradient}: relative Frobenius error, mean over layers", xlim=(0, None))
+        ax.set(title=f"{gradient}: relative Frobenius error, mean over layers")
+        ax.margins(x=0.12)  # room for the numbers at the ends of the bars
         ax.legend()
     ax, labels = axes[2], [c.label for c in (*runs.PRESETS, *runs.OTHERS)]
     for i, data in enumerate(DATA):
@@ -132,12 +137,15 @@ def plot(gradients: Rows, training: Rows, path: Path) -> None:
         exact = next((found for candidate, found in groups if candidate is runs.EXACT), [])
         found = [(labels.index(c.label), above_exact(f, exact, "held_out_loss")) for c, f in groups if c.config]
         found = [(y, value) for y, value in found if value is not None]
-        bars = ax.barh([y + i * height for y, _ in found], [v for _, v in found], height, label=data)
+        bars = ax.barh([y + i * height for y, _ in found], [v for _, v in found], height, label=data, color=f"C{i}")
         ax.bar_label(bars, fmt="%+.3f", fontsize=7)
-    ax.set_yticks([y + height / 2 for y in range(len(labels))], labels, fontsize=8)
+    ax.set_yticks(
+        [y + height / 2 for y in range(len(labels))], [textwrap.fill(label, 34) for label in labels], fontsize=8
+    )
     ax.invert_yaxis()
     ax.set(title="held-out loss above exact, seed 0")
-    ax.set_xscale("symlog", linthresh=0.1)
+    ax.set_xscale("symlog", linthresh=0.1)  # the coarsest runs are ten times worse than all others
+    ax.margins(x=0.2)
     ax.legend()
     figure.savefig(path, dpi=110)
 

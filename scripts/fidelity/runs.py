@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
 from hot_hf import HOTConfig
+
+from .store import key_of
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,12 @@ OTHERS = (
         _config(4, "per_tensor", "hla_int8", rounding="stochastic", grad_weight_granularity="per_tensor"),
     ),
 )
+
+
+def with_defaults(configuration: str) -> str:
+    """A stored configuration with the fields that HOTConfig has gained since: a run keeps its meaning, and its key."""
+    stored = json.loads(configuration)
+    return key_of(None if stored is None else {**HOTConfig().to_dict(), **stored})
 
 
 def plan(data: str, seeds: int) -> list[tuple[Candidate, int]]:
