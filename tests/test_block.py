@@ -87,6 +87,23 @@ def test_loss_is_exact_and_gradient_near(name):
     assert kept[2] < 0.72 * kept[1] < 0.72 * kept[0]
 
 
+@pytest.mark.parametrize("name", ["llama", "bert"])
+def test_under_autocast(name):
+    """C34: bfloat16 autocast around the forward only; attention is run again under the forward's autocast."""
+    model, batch = MODELS[name]()
+    results = []
+    for m in (model, patched(model, INPUTS)[0], patched(model, BLOCK)[0]):
+        torch.manual_seed(0)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = m(**batch).loss
+        loss.backward()
+        grads = [p.grad for p in m.parameters() if p.grad is not None]
+        assert all(g.dtype == torch.float32 for g in grads)
+        results.append((loss.detach(), torch.cat([g.flatten() for g in grads])))
+    assert torch.equal(results[0][0], results[2][0])
+    assert relative(results[2][1], results[1][1]) < 0.06  # as without autocast
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("codec", [INT8, Codec("int8", 16), Codec("ht_int4", 32)])
 def test_groups_round_within_half_a_step(dtype, codec):
