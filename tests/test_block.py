@@ -81,7 +81,7 @@ def test_loss_is_exact_and_gradient_near(name):
     inputs, before = step(patched(model, INPUTS)[0], batch)
     block, after = step(patched(model, BLOCK)[0], batch)
     assert torch.equal(exact, block) and torch.equal(inputs, block)
-    # docs/results/block_errors.md: 0.003 to 0.03 over whole models; twice that for shapes this small
+    # int8 in groups of 32 is 0.5% off per tensor (normal values), and a few layers add theirs
     assert 0 < relative(after, before) < 0.06
     kept = [measure(m, batch).total_bytes for m in (model, patched(model, INPUTS)[0], patched(model, BLOCK)[0])]
     assert kept[2] < 0.72 * kept[1] < 0.72 * kept[0]
