@@ -1,7 +1,7 @@
 """Which consumer inside a block is given what for its backward: one row per kind.
 
-``scripts/block_errors.py`` measures the error that each choice puts into the gradient of a whole model, kind by kind: what
-it writes to docs/results/block_errors.md decides the rows below. What is in no row stays exact.
+``scripts/block_errors.py`` measures the error that each choice puts into the gradient of a whole model, kind by kind;
+its table, docs/results/block_errors.md, decides the rows below. What is in no row stays exact.
 """
 
 from __future__ import annotations
