@@ -43,7 +43,6 @@ TRAINING_VALUES = (
     "largest_grad_norm",
     "kept_bytes",
     "kept_linear_bytes",
-    "seconds_per_step",
     "torch",
 )
 
@@ -113,7 +112,6 @@ def training_runs(data: str, steps: int | None, seeds: int, store: Store, limit:
             largest_grad_norm=run.largest_grad_norm,
             kept_bytes=run.kept_bytes,
             kept_linear_bytes=run.kept_linear_bytes,
-            seconds_per_step=run.seconds_per_step,
             torch=torch.__version__,
         )
         done += 1

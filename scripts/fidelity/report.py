@@ -76,11 +76,10 @@ def training_table(rows: Rows, data: str) -> str:
                     f"{float(r['largest_grad_norm']):.3g}",
                     f"{int(r['kept_linear_bytes']) / 2**20:.1f}",
                     f"{int(r['kept_bytes']) / 2**20:.1f}",
-                    f"{float(r['seconds_per_step']):.3f}",
                 ]
             )
     head = ["configuration", "steps", "held-out loss", "above exact", "largest gradient norm"]
-    return markdown([*head, "MiB kept of linear inputs", "MiB kept in all", "s/step"], lines)
+    return markdown([*head, "MiB kept of linear inputs", "MiB kept in all"], lines)
 
 
 def preset_table(rows: Rows) -> str:
