@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hot_hf.ops import cpu, reference
-from hot_hf.ops.cpu import build
+from hot_hf.ops.cpu import build, workspace
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (1, 3, 7, 15, 16, 17, 33, 64, 100, 257)
@@ -236,3 +236,23 @@ def test_both_quantizers_of_g_at_once(dtype, rounding):
                 expected = reference.project_quantize(g, 8, rank, per_feature, rounding, seeds[1])
             assert_pairs(by_column, expected)
     assert cpu.quantize_both(g, 8, 16, False, 8, None, True, rounding, seeds) == (None, None)
+
+
+def test_temporaries_are_not_overwritten():
+    """Memory is taken again only when no view of it is left, on whatever object."""
+    first = workspace.temporary(1024, 1024)
+    view = first.t()[5:]
+    address = first.data_ptr()
+    del first
+    assert workspace.temporary(1024, 1024).data_ptr() != address
+    del view
+    found = [workspace.temporary(1024, 1024) for _ in range(4)]
+    assert len({t.data_ptr() for t in found}) == 4
+    if workspace._use_count is not None:
+        assert address in {t.data_ptr() for t in found}
+
+
+def test_workspace_is_bounded():
+    kept = [workspace.temporary(1 << 10, (4 << 10) + i) for i in range(64)]
+    assert len({t.data_ptr() for t in kept}) == 64
+    assert sum(b.numel() for b in workspace._pool.buffers) <= workspace.POOL_BYTES

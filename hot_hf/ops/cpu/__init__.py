@@ -8,7 +8,7 @@ tensors the reference computes.
 from __future__ import annotations
 
 import ctypes
-import threading
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 from .. import reference
 from ..reference import QMAX, ROUNDINGS, TOKEN_BLOCK, hadamard, pack_int4, padded
 from .build import ByRow, library
+from .workspace import temporary
 
 __all__ = [
     "fold_quantize",
@@ -28,6 +29,7 @@ __all__ = [
     "project_quantize",
     "project_quantize_packed",
     "quantize_both",
+    "quantize_operand",
     "scaled_product",
     "scaled_product_hadamard",
     "unpack_int4",
@@ -35,8 +37,8 @@ __all__ = [
 ]
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# int32 products are made and scaled in slices of at most this many bytes, in memory kept per thread: the first touch of
-# fresh memory costs more than the product (12.5 ms for 48 MB, where writing it again takes 0.9).
+# int32 products are made and scaled in slices of at most this many bytes: shorter ones pack the right operand again too
+# often (4 MB: +20% time for 2048 x 4096 x 4096), longer ones leave the cache and the workspace (64 MB: +2%).
 SCRATCH_BYTES = 16 << 20
 # Results of at least this many bytes are written into huge pages where the system lets a program ask for them.
 HUGE_BYTES = 8 << 20
@@ -57,6 +59,10 @@ def _sequencies(rank: int) -> tuple[int, ...]:
     return tuple(reference.sequency_order()[:rank])
 
 
+def _fresh(rows: int, columns: int) -> Tensor:
+    return torch.empty(rows, columns, dtype=torch.int8)
+
+
 def _quantize(
     x: Tensor,
     bits: int,
@@ -69,10 +75,10 @@ def _quantize(
     kept: tuple[int, ...] | None = None,
     row_scale: Tensor | None = None,
     by_row: ByRow | None = None,
+    empty: Callable[[int, int], Tensor] = _fresh,
 ) -> tuple[Tensor, Tensor] | None:
-    """Every quantizer in one call; ``kept`` rows of each transformed block; ``by_row``: a second result, same pass.
-
-    None where the reference must compute.
+    """Every quantizer in one call; ``kept`` rows of each transformed block; ``by_row``: a second result, same pass;
+    ``empty`` gives the memory of the integers. None where the reference must compute.
     """
     kernels = library()
     if kernels is None or x.dtype not in DTYPES or x.numel() == 0:
@@ -95,7 +101,7 @@ def _quantize(
         out_rows = padded(rows, block) // block * len(kept)
     # Elements are numbered row-major in the result as the caller sees it.
     numbers = (1, out_rows) if turned else (out_columns, 1)
-    q = torch.empty(out_rows, (out_columns + 1) // 2 if packed else out_columns, dtype=torch.int8)
+    q = empty(out_rows, (out_columns + 1) // 2 if packed else out_columns)
     scale = torch.empty(1 if not per_slice else out_rows if dim == 1 else columns, dtype=torch.float32)
     failed = kernels.hot_hf_quantize(
         x.data_ptr(),
@@ -130,6 +136,14 @@ def hadamard_quantize(
 ) -> tuple[Tensor, Tensor]:
     """``reference.hadamard_quantize``, fused."""
     fused = _quantize(x, bits, dim, block_size, per_slice, rounding, seed)
+    return fused or reference.hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed)
+
+
+def quantize_operand(
+    x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+) -> tuple[Tensor, Tensor]:
+    """``hadamard_quantize`` for one use in ``scaled_product``, in memory that is used again."""
+    fused = _quantize(x, bits, dim, block_size, per_slice, rounding, seed, empty=temporary)
     return fused or reference.hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed)
 
 
@@ -168,7 +182,7 @@ def fold_quantize(
     """``reference.fold_quantize``, fused."""
     fused = None
     if token_scale.dtype == torch.float32:
-        fused = _quantize(g, 8, 0, 1, per_slice, rounding, seed, row_scale=token_scale.contiguous())
+        fused = _quantize(g, 8, 0, 1, per_slice, rounding, seed, row_scale=token_scale.contiguous(), empty=temporary)
     return fused or reference.fold_quantize(g, token_scale, per_slice, rounding, seed)
 
 
@@ -193,7 +207,7 @@ def quantize_both(
     if not per_token or folded_type != torch.float32 or g.dtype not in DTYPES or g.numel() == 0 or library() is None:
         return None, None
     width = padded(g.shape[1], block_size)
-    q = torch.empty(g.shape[0], width, dtype=torch.int8)
+    q = temporary(g.shape[0], width)
     scale = torch.empty(g.shape[0], dtype=torch.float32)
     seed = seeds[0] & 0xFFFFFFFFFFFFFFFF
     by_row = ByRow(block_size, block_size**-0.5, QMAX[bits], seed, width, q.data_ptr(), scale.data_ptr())
@@ -201,7 +215,9 @@ def quantize_both(
         options = {"row_scale": token_scale.contiguous(), "block": 1}
     else:
         options = {"kept": _sequencies(rank), "block": TOKEN_BLOCK}
-    columns = _quantize(g, 8, 0, per_slice=per_feature, rounding=rounding, seed=seeds[1], by_row=by_row, **options)
+    columns = _quantize(
+        g, 8, 0, per_slice=per_feature, rounding=rounding, seed=seeds[1], by_row=by_row, empty=temporary, **options
+    )
     return (q, scale), columns
 
 
@@ -210,7 +226,7 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
     kernels = library()
     if kernels is None or packed.numel() == 0 or not packed.is_contiguous():
         return reference.unpack_int4(packed, columns)
-    q = torch.empty(packed.shape[0], columns, dtype=torch.int8)
+    q = temporary(packed.shape[0], columns)
     kernels.hot_hf_unpack(packed.data_ptr(), *packed.shape, columns, q.data_ptr(), torch.get_num_threads())
     return q
 
@@ -238,23 +254,6 @@ def int_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
 
 
-class _Scratch(threading.local):
-    """This thread's memory for int32 products, at most SCRATCH_BYTES (one row where a row is longer)."""
-
-    def __init__(self) -> None:
-        self.memory = torch.empty(0, dtype=torch.int32)
-
-    def take(self, rows: int, columns: int) -> Tensor:
-        if self.memory.numel() < rows * columns:
-            # Made once for good: an inference tensor could not be written outside inference mode.
-            with torch.inference_mode(False):
-                self.memory = torch.empty(rows * columns, dtype=torch.int32)
-        return self.memory[: rows * columns].view(rows, columns)
-
-
-_scratch = _Scratch()
-
-
 def _product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, dtype: torch.dtype, block: int, columns: int
 ) -> Tensor | None:
@@ -275,9 +274,10 @@ def _product(
     b_scale = None if b_scale is None else b_scale.contiguous()
     a_step = int(a_scale.numel() > 1)
     rows = max(1, min(height, SCRATCH_BYTES // (4 * width)))
+    scratch = temporary(rows, width, torch.int32)
     for start in range(0, height, rows):
         count = min(rows, height - start)
-        part = torch._int_mm(_plain(a[start : start + count]), b, out=_scratch.take(count, width))
+        part = torch._int_mm(_plain(a[start : start + count]), b, out=scratch[:count])
         failed = kernels.hot_hf_epilogue(
             part.data_ptr(),
             count,
