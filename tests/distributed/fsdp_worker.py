@@ -9,7 +9,9 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from hot_hf import HOTConfig, HOTPatchError, apply_hot, remove_hot
 from hot_hf.memory import SavedTensors
@@ -230,6 +232,28 @@ def compiled_blocks(seed):
     for block in model.model.layers:
         block.compile(backend="aot_eager")
     return three_steps_match(shard(model), single, seed)
+
+
+@scenario
+def tensor_parallelism(seed):
+    """Refused by name: at patching, and in the forward of a layer that was split afterwards."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    plan = {f"layers.0.mlp.{name}_proj": ColwiseParallel() for name in ("gate", "up")}
+    plan["layers.0.mlp.down_proj"] = RowwiseParallel()
+    messages = []
+    split = tiny_llama(layers=1)
+    parallelize_module(split.model, mesh, plan)
+    later = tiny_llama(layers=1)
+    apply_hot(later, HOTConfig())
+    parallelize_module(later.model, mesh, plan)
+    for action in (lambda: apply_hot(split, HOTConfig()), lambda: later(**token_batch())):
+        try:
+            action()
+        except RuntimeError as refused:
+            messages.append(str(refused))
+    apply_hot(split, HOTConfig(exclude=["*.mlp.*"]))
+    split(**token_batch()).loss.backward()
+    return messages
 
 
 @scenario

@@ -78,7 +78,7 @@ def torchrun(processes: int, *arguments: str) -> list[str]:
 
 
 def launch(
-    module: str, folder: Path, seed: int, processes: int = 2, timeout: float = 180, **environment: str
+    module: str, folder: Path, seed: int, processes: int = 2, timeout: float = 300, **environment: str
 ) -> Outcome:
     """Run every scenario of ``tests.distributed.<module>`` on ``processes`` ranks."""
     command = torchrun(processes, "-m", f"tests.distributed.{module}")

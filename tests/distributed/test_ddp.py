@@ -4,7 +4,7 @@ import pytest
 
 WORKER = "ddp_worker"
 
-pytestmark = [pytest.mark.xdist_group("ddp"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("ddp"), pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import pytest
 
 WORKER = "fsdp_worker"
 
-pytestmark = [pytest.mark.xdist_group("fsdp"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("fsdp"), pytest.mark.timeout(400)]
 
 
 @pytest.mark.parametrize(
@@ -43,3 +43,11 @@ def test_patching_after_sharding(outcome):
         after, removed = found["messages"]
         assert "layers.0.self_attn.q_proj" in after and "apply_hot first" in after
         assert "layers.0.self_attn.q_proj" in removed
+
+
+def test_tensor_parallelism_is_refused(outcome):
+    """By the layer's name, with what to do; excluded layers are no obstacle."""
+    for messages in outcome.of("tensor_parallelism"):
+        patching, forward = messages
+        assert "model.layers.0.mlp.gate_proj" in patching and "tensor parallelism" in patching and "FSDP2" in patching
+        assert "model.layers.0.mlp.gate_proj" in forward and "DTensor" in forward and "exclude" in forward

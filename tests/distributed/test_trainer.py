@@ -8,7 +8,7 @@ from .worker import assert_close
 
 WORKER = "trainer_worker"
 
-pytestmark = [pytest.mark.xdist_group("trainer"), pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.xdist_group("trainer"), pytest.mark.timeout(400)]
 
 
 def test_exact_trainer_equals_one_process(outcome, tmp_path):

@@ -1,5 +1,6 @@
 """What every worker module shares: a list of scenarios, run in order on each rank, and exact comparisons."""
 
+import faulthandler
 import os
 import sys
 import traceback
@@ -28,6 +29,7 @@ class Scenarios(dict):
         folder, seed = Path(os.environ["HOT_TEST_FOLDER"]), int(os.environ["HOT_TEST_SEED"])
         (folder / f"{os.getpid()}.pid").write_text(str(os.getpgid(0)))
         torch.set_num_threads(1)
+        faulthandler.dump_traceback_later(280, exit=True)  # a hang says where
         dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         rank = dist.get_rank()
         results, errors = {}, {}
@@ -42,6 +44,7 @@ class Scenarios(dict):
         if errors:
             sys.stderr.write("".join(errors.values()))
             os._exit(1)  # the other rank may be waiting for this one: no clean-up together
+        faulthandler.cancel_dump_traceback_later()
         dist.barrier()
         dist.destroy_process_group()
 
