@@ -97,7 +97,9 @@ def table(rows: list[dict[str, str]], columns: dict[str, str]) -> str:
 
 def where(rows: list[dict[str, str]]) -> str:
     found = sorted({(r["machine"], r["torch"], r["threads"], r["date"]) for r in rows})
-    return "; ".join(f"{m}, torch {t}, {n} threads, {d}" for m, t, n, d in found)
+    loads = [float(r["load"]) for r in rows]
+    machines = "; ".join(f"{m}, torch {t}, {n} threads, {d}" for m, t, n, d in found)
+    return f"{machines}, load average {min(loads):.1f} to {max(loads):.1f}"
 
 
 OPS = {
@@ -159,7 +161,8 @@ def write_pages() -> None:
         "Made by `scripts/bench_page.py` from the CSV files beside it. Times are medians; a ratio is the median over "
         "interleaved pairs, above 1 is faster than the baseline. The share of the int8 product is the time of its "
         "bare `torch._int_mm` calls into memory that is already there, measured in the same run: what remains if "
-        "everything else cost nothing.\n",
+        "everything else cost nothing. A load average well above the number of threads says that others used the "
+        "machine: its ratios are not those of an idle one.\n",
     ]
     if ops:
         bar = [r for r in ops if r["what"] == "backward + compression"]
