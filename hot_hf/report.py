@@ -112,7 +112,9 @@ class CoverageReport:
         """Layers grouped by their last names, shapes and fates, largest first."""
         groups: Counter = Counter()
         for row in self.rows:
-            key = (row.name.rsplit(".", 1)[-1], row.kind, row.shape, row.action, row.reason)
+            # An adapter's own name (lora_A.default) says nothing without the one before it.
+            last = row.name.split(".")[-2 if ".lora_" in row.name else -1 :]
+            key = (".".join(last), row.kind, row.shape, row.action, row.reason)
             groups[key] += 1
         table = [("layer", "count", "out x in", "", "how / why")]
         for (last, kind, shape, action, reason), count in groups.items():

@@ -97,6 +97,11 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
     return ((value - exact).norm() / exact.norm()).item()
 
 
+def whole(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    """All gradients of a model as one vector."""
+    return torch.cat([gradient.flatten() for gradient in gradients.values()])
+
+
 def cosine(value: Tensor, exact: Tensor) -> float:
     """Cosine of the angle between two tensors of one shape, in float64."""
     value, exact = value.detach().double().flatten(), exact.detach().double().flatten()

@@ -354,7 +354,7 @@ def test_memory_stays_flat():
             model.zero_grad()
             gc.collect()
             counts.append(sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects()))
-    assert counts[0] == counts[1] == counts[2]
+    assert counts[2] <= counts[1] <= counts[0]  # less where an earlier test left something behind
 
 
 def test_other_hooks_see_the_packed_tensors():
