@@ -95,7 +95,7 @@ def preset_table(rows: Rows) -> str:
         difference = above_exact(found, exact, "held_out_accuracy")
         cells = [f"{accuracy[s]:.2%}" if s in accuracy else "" for s in seeds]
         is_exact = candidate is runs.EXACT or difference is None
-        verdict = "" if is_exact or abs(difference) <= 0.005 else " (more than half a percent off)"
+        verdict = "" if is_exact or difference >= -0.005 else " (more than half a percent worse)"
         lines.append(
             [
                 candidate.label,
