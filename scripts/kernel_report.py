@@ -13,6 +13,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -50,8 +51,11 @@ def _one(job: tuple[str, torch.dtype, tuple]) -> tuple[str, torch.dtype, tuple, 
 
 def compile_all(dtypes: list[torch.dtype], workers: int) -> Iterator[tuple]:
     jobs = [(n, d, t) for t in ahead.TARGETS for d in dtypes for n in ahead.CASES]
-    with ProcessPoolExecutor(workers) as pool:
-        yield from pool.map(_one, jobs, chunksize=4)
+    # Spawned, not forked: LLVM and torch have threads by now.
+    with ProcessPoolExecutor(workers, get_context("spawn")) as pool:
+        for number, result in enumerate(pool.map(_one, jobs), 1):
+            print(f"\r{number} of {len(jobs)}", end="", file=sys.stderr, flush=True)
+            yield result
 
 
 def report(results: list[tuple]) -> tuple[str, list[str]]:

@@ -103,3 +103,23 @@ def test_autotuning_does_not_repeat_itself_for_other_lengths(monkeypatch):
     assert len(timed) == count, "lengths of one bucket were timed again"
     choose(8193)
     assert len(timed) == 2 * count
+
+
+def test_sequence_lengths_share_their_compilations():
+    """C64: a kernel is compiled for lengths that divide by 16 and for those that do not, never for a length."""
+    family, width = tuning.FAMILIES["sm_90"], 1024
+    seen = {}
+    for tokens in (4096, 4112, 8192, 4097, 5001, 6003, 7777):
+        with ahead.recording() as launches:
+            g = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta")
+            scale = torch.empty(tokens, device="meta")
+            ahead.quantize_rows(g, family, 8, 16, False, "stochastic", 2**40 + tokens)
+            jobs = ahead.AlongFeatures(8, 16, True, False, 1), ahead.AlongTokens(8, True, 2, token_scale=scale)
+            (q, _), (q_tokens, _) = ahead.quantize_tiles(g, family, *jobs, "nearest")
+            out = torch.empty(width, width, dtype=torch.bfloat16, device="meta")
+            ahead.product(q_tokens.t(), q_tokens, None, None, out, family)
+            ahead.product(q, torch.empty(width, width, dtype=torch.int8, device="meta").t(), None, None, g, family)
+        for number, launched in enumerate(launches):
+            seen.setdefault((number, launched.kernel.__name__), set()).add(repr(ahead._signature(launched)))
+    assert len(seen) == 5
+    assert max(map(len, seen.values())) <= 2, {key: len(value) for key, value in seen.items()}

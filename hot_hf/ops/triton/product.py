@@ -83,7 +83,7 @@ def contract(
     return even, odd
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "k"])
 def product_kernel(
     a,
     b,

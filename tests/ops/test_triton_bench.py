@@ -1,0 +1,84 @@
+"""scripts/bench_gpu.py without a GPU, and the counts of scripts/roofline.py against real tensors."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hot_hf import HOTConfig, ops
+
+SCRIPTS = Path(__file__).parents[2] / "scripts"
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, SCRIPTS / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+roofline = load("roofline")
+
+
+def run(*arguments):
+    return subprocess.run(
+        [sys.executable, str(SCRIPTS / "bench_gpu.py"), *map(str, arguments)], capture_output=True, text=True
+    )
+
+
+def test_dry_run_goes_through_every_measurement(tmp_path):
+    """The kernels' values are checked in the interpreter; every table has its rows."""
+    pytest.importorskip("triton")
+    done = run("--dry-run", "--output", tmp_path / "dry.json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads((tmp_path / "dry.json").read_text())
+    assert result["dry"] and result["wrong"] == []
+    assert {row["variant"] for row in result["linear"]} >= {"bfloat16", "float32", "hot default", "hot fast"}
+    assert {row["step"] for row in result["kernels"]} == {"x", "g", "W", "grad_input", "grad_weight"}
+    losses = [row["first_loss"] for row in result["llama"]]
+    assert losses and all(loss == losses[0] for loss in losses), "the forward is exact"
+    refused = run("--page", tmp_path / "dry.json", "--page-output", tmp_path / "gpu.md")
+    assert refused.returncode == 2 and "dry run" in refused.stderr
+
+
+def test_the_page_says_that_nothing_was_measured(tmp_path):
+    done = run("--page", "--page-output", tmp_path / "gpu.md")
+    assert done.returncode == 0, done.stderr
+    assert "Not measured: no GPU was at hand" in (tmp_path / "gpu.md").read_text()
+
+
+@pytest.mark.parametrize("fmt", ops.FORMATS)
+@pytest.mark.parametrize("bits", (4, 8))
+def test_roofline_counts_the_bytes_of_real_tensors(fmt, bits):
+    """What must move: every input once, every output once, in bfloat16, scales left out (4 bytes per row)."""
+    n, i, o = (16 * int(size) for size in torch.randint(4, 9, (3,)))
+    config = HOTConfig(activation_format=fmt, grad_input_bits=bits)
+    x, weight = torch.randn(n, i).bfloat16(), torch.randn(o, i).bfloat16()
+    packed = ops.compress(x, fmt, config.rank, 16, True, "nearest", 0)[0]
+    counted = {step.name.split(":")[0]: step for step in reversed(roofline.steps(n, i, o, config))}
+    assert counted["x"].must == x.nbytes + packed.nbytes
+    depth = packed.shape[0]
+    g_int, w_int = n * o * bits / 8, o * i * bits / 8
+    assert counted["grad_input"].must == g_int + w_int + x.nbytes
+    assert counted["grad_weight"].must == depth * o + packed.nbytes + weight.nbytes
+    assert counted["grad_weight"].operations == 2 * depth * o * i
+    assert all(step.moves >= step.must for step in counted.values())
+
+
+def test_ceilings_without_quantizers():
+    """Products alone: 2 x at full depth, 2.67 x with half of it, at equal shares of the datasheet."""
+    free = roofline.Device("no memory traffic", 1e30, 989.5e12, 1979e12, 989.5e12)
+    backward, both = roofline.speedups(8192, 4096, 4096, HOTConfig(), free, free.int8)
+    assert (backward, both) == (pytest.approx(2.0), pytest.approx(1.5))
+    backward, _ = roofline.speedups(8192, 4096, 4096, HOTConfig.fast(), free, free.int8)
+    assert backward == pytest.approx(8 / 3)
+
+
+def test_the_committed_page_is_what_the_script_writes():
+    page = SCRIPTS.parent / "docs" / "results" / "roofline.md"
+    assert page.read_text() == roofline.page(roofline.H200)
