@@ -106,7 +106,7 @@ def test_autotuning_does_not_repeat_itself_for_other_lengths(monkeypatch):
 
 
 def test_sequence_lengths_share_their_compilations():
-    """C64: a kernel is compiled for lengths that divide by 16 and for those that do not, never for a length."""
+    """C64: a kernel is compiled for whole tiles, for tails that divide by 16 and for other tails, never for a length."""
     family, width = tuning.FAMILIES["sm_90"], 1024
     seen = {}
     for tokens in (4096, 4112, 8192, 4097, 5001, 6003, 7777):
@@ -122,4 +122,4 @@ def test_sequence_lengths_share_their_compilations():
         for number, launched in enumerate(launches):
             seen.setdefault((number, launched.kernel.__name__), set()).add(repr(ahead._signature(launched)))
     assert len(seen) == 5
-    assert max(map(len, seen.values())) <= 2, {key: len(value) for key, value in seen.items()}
+    assert max(map(len, seen.values())) <= 3, {key: len(value) for key, value in seen.items()}

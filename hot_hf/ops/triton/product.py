@@ -83,7 +83,7 @@ def contract(
     return even, odd
 
 
-@triton.jit(do_not_specialize=["rows", "k"])
+@triton.jit(do_not_specialize=["rows"])
 def product_kernel(
     a,
     b,
