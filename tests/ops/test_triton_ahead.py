@@ -106,7 +106,7 @@ def test_autotuning_does_not_repeat_itself_for_other_lengths(monkeypatch):
 
 
 def test_sequence_lengths_share_their_compilations():
-    """C64: a kernel is compiled for whole tiles, for tails that divide by 16 and for other tails, never for a length."""
+    """C64: a kernel is compiled for whole tiles, tails that divide by 16 and other tails, never for a length."""
     family, width = tuning.FAMILIES["sm_90"], 1024
     seen = {}
     for tokens in (4096, 4112, 8192, 4097, 5001, 6003, 7777):
