@@ -90,13 +90,14 @@ def report(results: list[tuple]) -> tuple[str, list[str]]:
         "## Targets",
         "",
         "| target | matrix instruction of the products | shared memory "
-        "| tiles: product / packed / small (m, n, k, warps, stages) | why |",
+        "| tiles: product / packed / small / small packed (m, n, k, warps, stages) | why |",
         "|---|---|---|---|---|",
     ]
     for target in ahead.TARGETS:
         family = tuning.family_of_arch(*target)
         tiles = " / ".join(
-            f"{t.bm}, {t.bn}, {t.bk}, {t.warps}, {t.stages}" for t in (family.product, family.packed, family.small)
+            f"{t.bm}, {t.bn}, {t.bk}, {t.warps}, {t.stages}"
+            for t in (family.product, family.packed, family.small, family.small_packed)
         )
         found = "<br>".join(f"`{i}`" for i in sorted(instructions.get(target, ())))
         lines.append(

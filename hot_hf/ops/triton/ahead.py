@@ -61,11 +61,13 @@ def _tiles(features: AlongFeatures | None, tokens: AlongTokens | None, rounding:
     return lambda family, dtype: quantize_tiles(_meta(4096, 4096, dtype=dtype), family, features, tokens, rounding)
 
 
-def _product(pack: str, k: int = 4096, size: int = 4096, block_size: int = 1) -> Callable:
+def _product(pack: str, k: int = 4096, size: int = 4096, block_size: int = 1, copied: bool = False) -> Callable:
     def call(family: Family, dtype: torch.dtype) -> None:
         packed = torch.uint8 if pack else torch.int8
         rows = size // 2 if pack == "m" else size
         a = contraction_innermost(rows, k, packed, torch.device("meta"))
+        if copied:  # kept token by token
+            a = _meta(k, rows, dtype=packed).t()
         b = contraction_innermost(size, k, torch.uint8 if pack == "k" else torch.int8, torch.device("meta")).t()
         scales = _meta(size, dtype=torch.float32), _meta(size, dtype=torch.float32)
         out = _meta(size, size, dtype=dtype)
@@ -104,7 +106,12 @@ CASES: dict[str, tuple[str, Callable]] = {
     "product, long": ("the same, beyond 131,072", _product("", k=140_000)),
     "product, int4 along k": ("grad_input INT4", _product("k")),
     "product, int4 rows": ("grad_weight of `hla_int4`", _product("m")),
-    "product, int4 rows, transform": ("grad_weight of `ht_int4`", _product("m", block_size=16)),
+    "product, int4 rows, transform": ("grad_weight of `ht_int4`", _product("m", block_size=16, copied=True)),
+    "product, small": ("the first, where it has few tiles (768 x 768)", _product("", size=768)),
+    "product, int4 rows, transform, small": (
+        "grad_weight of `ht_int4`, 768 x 768",
+        _product("m", size=768, block_size=16),
+    ),
     "product, int4 rows, transform, tail": ("the same, off the step", _product("m", k=4000, block_size=16)),
 }
 

@@ -7,6 +7,8 @@ read and one write of its bytes; transposing each tile byte by byte inside the p
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -15,7 +17,7 @@ from torch import Tensor
 from .. import reference
 from .arithmetic import butterfly_rows
 from .launch import launch, log2, on_device
-from .tuning import Family, ProductTile, product_tile
+from .tuning import LONG, Family, ProductTile, product_tile
 
 # Longer contractions are split and their parts summed in float32 (SPEC section 6); a whole number of steps of any bk.
 MAX_CONTRACTION = tl.constexpr(reference.MAX_CONTRACTION)
@@ -227,8 +229,10 @@ def _scale_kind(scale: Tensor | None) -> str:
 
 
 def _processors(device: torch.device) -> int:
-    if device.type in ("cpu", "meta"):
+    if device.type == "cpu":
         return 1
+    if device.type == "meta":  # compilation ahead of time: as many as an H100 or H200 has
+        return 132
     return torch.get_device_module(device).get_device_properties(device).multi_processor_count
 
 
@@ -292,8 +296,8 @@ def product(
             return triton.testing.do_bench(lambda: run(tile), return_mode="median")
 
     timer = None if a.device.type in ("cpu", "meta") else time
-    if k > limit:  # the float32 sums need as many registers again as the int32 ones: no large tile
-        run(family.small if family.small.bm >= block_size else family.packed)
+    if k > limit:
+        run(LONG if block_size <= LONG.bm else replace(LONG, bm=block_size, warps=8))
     else:
         run(product_tile(family, out.shape[0], n, k, pack, block_size, _processors(a.device), timer))
     return out

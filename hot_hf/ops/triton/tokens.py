@@ -250,6 +250,8 @@ def quantize_tiles(
     tile_rows, tile_columns = family.tile
     if features is not None:
         tile_columns = max(tile_columns, features.block_size)
+    if tokens is not None and tokens.rank is None:
+        tile_rows = max(tile_rows, tokens.block_size)
     padded_columns = columns if features is None else reference.padded(columns, features.block_size)
     kept = 0 if tokens is None else tokens.kept_rows(rows)
     needed_rows = max(rows, 0 if tokens is None or tokens.rank is not None else kept)

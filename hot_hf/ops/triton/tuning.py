@@ -1,7 +1,7 @@
 """Tile sizes per architecture family, each with its reason.
 
-No entry was timed yet: they follow from the hardware limits named beside them, and from what the compiler reports
-(registers, spills, shared memory: docs/results/kernels.md). ``scripts/bench_gpu.py`` is what will correct them.
+No entry was timed yet: they follow from the hardware limits named beside them, and from what the compiler of Triton 3.9
+reports (registers, spills, shared memory: docs/results/kernels.md). ``scripts/bench_gpu.py`` is what will correct them.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ class ProductTile:
 class Family:
     """How the kernels are cut for one architecture family.
 
-    product, packed: tiles for int8 operands, and where 4-bit operands are widened in registers. small: for outputs of
-    few tiles. row_elements: elements per program of the feature quantizer; row_limit: the longest row it holds in
-    registers. tile: (rows, columns) of the token quantizers; tile_warps: theirs. shared_limit: bytes per block.
+    product, packed: tiles for int8 operands, and where 4-bit operands are widened in registers; small, small_packed:
+    for outputs of few tiles. row_elements: elements per program of the feature quantizer; row_limit: the longest row
+    that it holds in registers. tile: (rows, columns) of the token quantizers; tile_warps: theirs. shared_limit: bytes
+    per block.
     """
 
     name: str
     product: ProductTile
     packed: ProductTile
     small: ProductTile
+    small_packed: ProductTile
     shared_limit: int
     reason: str
     row_elements: int = 8192
@@ -52,47 +54,58 @@ FAMILIES = {
     "sm_80": Family(
         "sm_80",
         product=ProductTile(128, 128, 128, 8, 3),
-        packed=ProductTile(128, 128, 64, 8, 3),
+        packed=ProductTile(128, 128, 32, 8, 4),
         small=ProductTile(64, 64, 128, 4, 4),
+        small_packed=ProductTile(64, 64, 64, 4, 4),
         shared_limit=163 * 1024,
         reason="mma.sync: 128x128 int32 sums are 64 registers a thread with 8 warps, which leaves room for fragments; "
-        "bk=128 bytes is a whole cache line per row; packed operands widen in registers, so half the step",
+        "bk=128 bytes is a whole cache line per row; packed operands spill with 64 bytes a step",
     ),
     "sm_86": Family(
         "sm_86",
         product=ProductTile(128, 128, 64, 8, 4),
-        packed=ProductTile(128, 128, 64, 8, 2),
+        packed=ProductTile(128, 128, 32, 8, 4),
         small=ProductTile(64, 64, 64, 4, 4),
+        small_packed=ProductTile(64, 64, 64, 4, 4),
         shared_limit=99 * 1024,
-        reason="sm_86, sm_89 and sm_120 have 99 KiB a block: half of sm_80's step, one stage more",
+        tile=(64, 128),
+        reason="sm_86, sm_89 and sm_120 have 99 KiB a block: half of sm_80's step, one stage more; token tiles "
+        "of 64x128, as sm_120's assembler spills with 128x64",
     ),
     "sm_90": Family(
         "sm_90",
         product=ProductTile(128, 256, 128, 8, 4),
         packed=ProductTile(128, 128, 128, 8, 3),
         small=ProductTile(64, 128, 128, 4, 4),
+        small_packed=ProductTile(128, 64, 128, 4, 4),
         shared_limit=227 * 1024,
         reason="wgmma reads both operands from shared memory: 128x256 needs 3/4 of the reads per product of 128x128; "
-        "its sums are 128 registers a thread with 8 warps; 4 stages of 48 KiB take 192 of 227 KiB",
+        "its sums are 128 registers a thread with 8 warps; 4 stages of 48 KiB take 192 of 227 KiB; packed "
+        "rows are half of bm, and wgmma needs 64",
     ),
     "sm_100": Family(
         "sm_100",
-        product=ProductTile(128, 256, 128, 8, 3),
+        product=ProductTile(128, 128, 128, 8, 4),
         packed=ProductTile(128, 128, 64, 8, 3),
         small=ProductTile(64, 64, 128, 4, 4),
+        small_packed=ProductTile(128, 64, 64, 4, 4),
         shared_limit=227 * 1024,
-        reason="tcgen05 keeps its sums in tensor memory (128 lanes, 512 columns of 32 bits): 128x256 fills half of it, "
-        "so that the epilogue of one block overlaps the next",
+        reason="tcgen05 keeps its sums in tensor memory (128 lanes of 512 columns): 128x128 fills a quarter, so "
+        "that blocks overlap; the float32 epilogue of 128x256 spills. 4 stages take 128 of 227 KiB",
     ),
     "gfx942": Family(
         "gfx942",
         product=ProductTile(128, 128, 64, 8, 2),
         packed=ProductTile(128, 128, 64, 8, 2),
         small=ProductTile(64, 64, 64, 4, 2),
+        small_packed=ProductTile(64, 64, 64, 4, 2),
         shared_limit=64 * 1024,
         reason="64 KiB of LDS a block; wavefronts of 64, so 8 of them hold 32 sums a lane",
     ),
 }
+# Beyond MAX_CONTRACTION float32 sums need as many registers again as the int32 ones: larger tiles spill on sm_80 to 90.
+LONG = ProductTile(64, 64, 64, 4, 2)
+
 _BY_CAPABILITY = {(8, 0): "sm_80", (8, 6): "sm_86", (8, 7): "sm_80", (8, 9): "sm_86", (9, 0): "sm_90", (12, 0): "sm_86"}
 
 
@@ -163,13 +176,13 @@ def product_tile(
         time: milliseconds of a tile; used where ``HOT_HF_AUTOTUNE=1``, once per bucket of sizes and process. Every tile
             gives the same result, so a choice never changes a number.
     """
-    tile = family.packed if pack else family.product
-    if -(-m // tile.bm) * -(-n // tile.bn) < processors and family.small.bm >= block_size:
-        tile = family.small  # else too few programs to fill the device
+    tile, small = (family.packed, family.small_packed) if pack else (family.product, family.small)
+    if -(-m // tile.bm) * -(-n // tile.bn) < processors and small.bm >= block_size:
+        tile = small  # else too few programs to fill the device
     if time is None or os.environ.get("HOT_HF_AUTOTUNE") != "1":
         return tile
     key = (family.name, pack, block_size, bucket(m), bucket(n), bucket(k))
     if key not in _chosen:
-        tiles = {family.small, family.packed, *(() if pack else (family.product,))}
+        tiles = {family.packed, family.small_packed} if pack else {family.product, family.small, family.packed}
         _chosen[key] = min(sorted((t for t in tiles if t.bm >= block_size), key=repr), key=time)
     return _chosen[key]
