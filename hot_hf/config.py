@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,8 @@ ACTIVATION_FORMATS = (*FORMATS, "none")
 GRAD_INPUT_GRANULARITIES = ("per_token", "per_tensor", "lqs")
 GRAD_WEIGHT_GRANULARITIES = ("per_feature", "per_tensor")
 COMPRESSIONS = ("inputs", "block")
+SELECTIONS = ("budget",)
+BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def _one_of(name: str, value: Any, allowed: tuple) -> None:
@@ -28,6 +32,29 @@ def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
         span = f"from {low} to {high}" if high is not None else f"of at least {low}"
         raise ValueError(f"HOTConfig.{name}={value!r} is out of range; write a whole number {span}.")
+
+
+def byte_budget(value: int | str, exact: int) -> int:
+    """``HOTConfig.max_bytes`` in bytes: a whole number, ``"24MB"`` or ``"1.5GiB"``, or ``"12.5%"`` of ``exact``.
+
+    Raises:
+        ValueError: for anything else, and for what is not above 0.
+    """
+    bytes_ = None
+    if isinstance(value, int) and not isinstance(value, bool):
+        bytes_ = value
+    elif isinstance(value, str) and (found := re.fullmatch(r"(\d+\.?\d*)\s*(%|[A-Za-z]*)", value.strip())):
+        number, unit = float(found[1]), found[2].upper()
+        if unit == "%":
+            bytes_ = math.ceil(number * exact / 100)
+        elif unit in BYTE_UNITS:
+            bytes_ = int(number * BYTE_UNITS[unit])
+    if bytes_ is None or bytes_ <= 0:
+        raise ValueError(
+            f"HOTConfig.max_bytes={value!r} is no size: write a whole number of bytes above 0, a string such as '24MB' "
+            "or '1.5GiB', or a share of what exact training keeps, such as '12.5%'."
+        )
+    return bytes_
 
 
 @dataclass(frozen=True)
@@ -139,6 +166,28 @@ class HOTConfig:
     lqs_threshold: float = field(
         default=0.5, metadata={"help": "lqs takes per_token scales where e_token < lqs_threshold * e_tensor."}
     )
+    selection: str | None = field(
+        default=None,
+        metadata={
+            "help": "budget: measure every layer's candidates in the first lqs_batches micro-batches, exact meanwhile, "
+            "and choose by max_grad_error or max_bytes (docs/selection.md); None: as configured. Layers with an "
+            "override keep it."
+        },
+    )
+    max_grad_error: float | None = field(
+        default=None,
+        metadata={
+            "help": "selection='budget': each layer takes the cheapest candidate whose relative gradient error, of "
+            "single micro-batches and of their sum, is at most this; a layer without one stays exact."
+        },
+    )
+    max_bytes: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "selection='budget': the most exact plan whose kept inputs of one micro-batch fit: bytes, '24MB', "
+            "'1.5GiB', or '12.5%' of what exact training keeps of them."
+        },
+    )
 
     def __post_init__(self) -> None:
         if self.grad_input_bits is not None:
@@ -167,7 +216,31 @@ class HOTConfig:
         for name in ("skip_heads", "lora", "share"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"HOTConfig.{name}={getattr(self, name)!r} must be True or False.")
+        self._check_selection()
         self._check_overrides()
+
+    def _check_selection(self) -> None:
+        error, size = self.max_grad_error, self.max_bytes
+        if self.selection is None:
+            for name, value in (("max_grad_error", error), ("max_bytes", size)):
+                if value is not None:
+                    raise ValueError(f"HOTConfig.{name}={value!r} is a budget: write selection='budget' with it.")
+            return
+        _one_of("selection", self.selection, (*SELECTIONS, None))
+        if (error is None) == (size is None):
+            raise ValueError(
+                "HOTConfig.selection='budget' needs exactly one of max_grad_error and max_bytes, not "
+                f"{'both' if size is not None else 'neither'}: for example max_grad_error=0.15 or max_bytes='12.5%'."
+            )
+        if self.grad_input_granularity == "lqs":
+            raise ValueError(
+                "HOTConfig.selection='budget' chooses the granularity itself: leave grad_input_granularity='lqs' out "
+                "(with the paper preset, write grad_input_granularity='per_token')."
+            )
+        if error is not None and (isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 < error < 1):
+            raise ValueError(f"HOTConfig.max_grad_error={error!r} must be a number between 0 and 1, such as 0.15.")
+        if size is not None:
+            byte_budget(size, 2**30)
 
     def _check_overrides(self) -> None:
         if not isinstance(self.overrides, dict):
@@ -235,6 +308,19 @@ class HOTConfig:
         if isinstance(value, dict):
             return cls.from_dict(value)
         raise TypeError(f"hot_config must be a HOTConfig, a dict or a preset name, not {type(value).__name__}.")
+
+    @classmethod
+    def from_plan(cls, path: str | Path, **changes) -> HOTConfig:
+        """A saved plan as a configuration: an override for each of its layers, nothing left to measure.
+
+        ``changes`` are other fields, for layers that the plan does not name among them.
+
+        Raises:
+            FileNotFoundError, ValueError: for a file that is missing or no plan, naming it.
+        """
+        from .selection.planfile import SelectedPlan
+
+        return SelectedPlan.load(path).config(**changes)
 
     # Storage
 

@@ -92,9 +92,7 @@ def _linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part:
             "out with HOTConfig(exclude=[...])."
         )
     if hot.probe is not None:  # measuring: exact meanwhile
-        y = F.linear(x, weight, bias)
-        y.register_hook(hot.probe.record)
-        return y
+        return hot.probe.watch(F.linear(x, weight, bias), x, weight)
     seed = 0
     if plan.rounding == "stochastic":
         seed = layer_seed(hot.seed, f"{hot.name}.{part}" if part else hot.name, step)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .config import Plan
-from .ops import reference
+from ..config import Plan
+from ..ops import reference
 
 
 class GranularityProbe:
@@ -23,6 +23,11 @@ class GranularityProbe:
         self.recorded = 0
         self.error_tensor: float | Tensor = 0.0
         self.error_token: float | Tensor = 0.0
+
+    def watch(self, y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """Record in the backward of this output; returns it."""
+        y.register_hook(self.record)
+        return y
 
     def record(self, g: Tensor) -> None:
         """Add the squared Frobenius errors of the untransformed ``g`` (..., out_features), per tensor and per token."""
@@ -46,6 +51,17 @@ class GranularityProbe:
         per_token = float(self.error_token) ** 0.5 < self.threshold * float(self.error_tensor) ** 0.5
         return replace(self.plan, grad_input_granularity="per_token" if per_token else "per_tensor")
 
+    @property
+    def summary(self) -> list[float]:
+        """What ranks add."""
+        return [float(self.error_tensor), float(self.error_token)]
+
+    def conclude(self, summary: list[float]) -> Plan:
+        """The plan by the ``summary`` of all ranks; per_token, the safer one, where nothing was recorded."""
+        self.error_tensor, self.error_token = summary
+        unseen = self.error_tensor == self.error_token == 0
+        return replace(self.plan, grad_input_granularity="per_token") if unseen else self.choose()
+
     def ready(self) -> Plan | None:
         """The choice, once enough was recorded; never inside a backward, where a recompute must repeat its forward."""
         if self.recorded < self.batches or torch._C._current_graph_task_id() != -1:
@@ -53,29 +69,3 @@ class GranularityProbe:
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return None  # ranks saw different data: fix_selection decides for all
         return self.choose()
-
-
-def fix_selection(model: nn.Module) -> dict[str, Plan]:
-    """End measuring now: reduce over ranks if there are several, and give every probed layer its plan.
-
-    Returns:
-        plan by layer name. A layer that recorded nothing gets per_token, the safer choice.
-    """
-    probed = [m.hot for m in model.modules() if getattr(m, "hot", None) is not None and m.hot.probe is not None]
-    if not probed:
-        return {}
-    errors = torch.tensor([[float(h.probe.error_tensor), float(h.probe.error_token)] for h in probed]).double()
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        device = next(model.parameters()).device
-        errors = errors.to(device)
-        torch.distributed.all_reduce(errors)
-        errors = errors.cpu()
-    chosen = {}
-    for hot, (error_tensor, error_token) in zip(probed, errors.tolist(), strict=True):
-        probe = hot.probe
-        probe.error_tensor, probe.error_token = error_tensor, error_token
-        unseen = error_tensor == error_token == 0
-        hot.plan = replace(probe.plan, grad_input_granularity="per_token") if unseen else probe.choose()
-        hot.probe = None
-        chosen[hot.name] = hot.plan
-    return chosen
