@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,8 @@ from transformers.utils import logging
 from .config import HOTConfig
 from .monitor import GradientErrors, KeptMeter, NonFiniteGradients, hot_layers, never_called
 from .patching import apply_hot, config_of
-from .selection import fix_selection
+from .selection import SelectedPlan, fix_selection
+from .selection.planfile import PLAN_NAME
 
 logger = logging.get_logger(__name__)
 
@@ -29,7 +30,8 @@ class HOTCallback(TrainerCallback, ExportableState):
 
     A model that is patched already keeps its own configuration. With ``grad_input_granularity="lqs"`` the choices are
     fixed, on all ranks at once, at the end of the step in which ``lqs_batches`` micro-batches have been seen; they are
-    saved with the checkpoint and taken from it on resume. Checkpoints get a ``hot_config.json``.
+    saved with the checkpoint and taken from it on resume. The same holds for ``selection="budget"``, whose plan
+    (docs/selection.md) becomes ``hot_plan.json`` beside the ``hot_config.json`` that checkpoints get.
 
     What reporters and ``state.log_history`` receive beside the loss, prefixed ``hot/``; with ``report_to="none"``
     nothing is measured:
@@ -56,7 +58,8 @@ class HOTCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.hot_config = None if hot_config is None else HOTConfig.coerce(hot_config)
         self.error_every, self.error_layers, self.audit_steps = error_every, error_layers, audit_steps
-        self.selection: dict[str, str] = {}  # granularity by layer, once fixed
+        # Once fixed, by layer: the granularity from lqs, all settings of the plan from a budget.
+        self.selection: dict[str, str | dict[str, Any]] = {}
         self._forget()
 
     def _forget(self) -> None:
@@ -114,7 +117,12 @@ class HOTCallback(TrainerCallback, ExportableState):
         # Counted in steps, which ranks share; what a rank's own layers have recorded is not.
         if self._measured and steps * args.gradient_accumulation_steps >= self._measured[0].hot.config.lqs_batches:
             fix_selection(model)
-            self.selection = {m.hot.name: m.hot.plan.grad_input_granularity for m in self._measured}
+            self.selection = {
+                m.hot.name: m.hot.plan.grad_input_granularity if m.hot.choice is None else asdict(m.hot.plan)
+                for m in self._measured
+            }
+            if any(m.hot.choice is not None for m in self._measured):
+                logger.info(f"HOTCallback:\n{SelectedPlan.of(model)}")
             self._measured = []
             self._count_layers(model)
         if steps == self.audit_steps and not args.torch_compile:  # compiled forwards leave no trace
@@ -136,6 +144,8 @@ class HOTCallback(TrainerCallback, ExportableState):
         config = config_of(model)
         if state.is_world_process_zero and directory.is_dir() and config is not None:
             config.save_pretrained(directory)
+            if any(layer.hot.choice is not None for layer in hot_layers(model)):
+                SelectedPlan.of(model).save(directory / PLAN_NAME)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
         if self._errors is not None:
@@ -154,7 +164,9 @@ class HOTCallback(TrainerCallback, ExportableState):
         for layer in hot_layers(model):
             hot = layer.hot
             if hot.probe is not None and hot.name in self.selection:
-                hot.plan = replace(hot.plan, grad_input_granularity=self.selection[hot.name])
+                saved = self.selection[hot.name]
+                changes = saved if isinstance(saved, dict) else {"grad_input_granularity": saved}
+                hot.plan = replace(hot.plan, **changes)
                 hot.probe = None
 
     def _start_measuring(self, args, model) -> None:

@@ -10,6 +10,7 @@ COMMANDS = {
     "demo": ("hot_hf.demo.command", "fine-tune twice from one seed, exact and with HOT, and compare"),
     "doctor": ("hot_hf.doctor", "show devices and backends, and check every operator on them"),
     "estimate": ("hot_hf.memory.command", "predict training memory from a configuration, and the largest batch"),
+    "plan": ("hot_hf.selection.command", "show a plan that was selected by budget, as a table and a plot"),
 }
 
 

@@ -15,7 +15,7 @@ from .autograd import HOTFunction
 from .buffer import compress
 from .config import HOTConfig, Plan
 from .rounding import StepClock, layer_seed
-from .selection import GranularityProbe
+from .selection import BudgetProbe, Choice, GranularityProbe
 
 if TYPE_CHECKING:
     from .monitor import KeptMeter
@@ -31,7 +31,8 @@ class HOTState:
     seed: int = 0
     share: bool = True
     clock: StepClock = field(default_factory=StepClock)
-    probe: GranularityProbe | None = None
+    probe: GranularityProbe | BudgetProbe | None = None
+    choice: Choice | None = None  # what a budget measured of the plan
     called: bool = False
     config: HOTConfig | None = None  # of the whole model, shared by its layers
     meter: KeptMeter | None = None  # counts what is kept while a callback measures
@@ -44,7 +45,7 @@ class HOTState:
         """What every forward does first: note the call."""
         if torch.compiler.is_compiling():
             p = self.plan  # by value: as an argument it would be guarded by identity, a version for every layer
-            compiling.tracing(p.grad_input_bits, p.grad_input_granularity, p.activation_format, p.rank)
+            compiling.tracing(p.grad_input_bits, p.grad_input_granularity, p.activation_format, p.rank, p.block_size)
         else:
             self.called = True
 
@@ -57,8 +58,8 @@ def is_dtensor(tensor: Tensor) -> bool:
 def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part: str = "") -> Tensor:
     """``F.linear(x, weight, bias)``, bit for bit, with the backward that ``hot`` plans.
 
-    ``weight`` may be a view of the Parameter; ``part`` names it where one module holds several. While lqs measures, and
-    under stochastic rounding, which draws anew in every step, a compiled model leaves its graph here.
+    ``weight`` may be a view of the Parameter; ``part`` names it where one module holds several. While a selection
+    measures, and under stochastic rounding, which draws anew in every step, a compiled model leaves its graph here.
     """
     if hot.probe is None and hot.plan.rounding != "stochastic":
         return _linear(hot, x, weight, bias, part)
@@ -69,7 +70,7 @@ def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, pa
 
 def _stateful_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part: str) -> Tensor:
     if hot.probe is not None and (choice := hot.probe.ready()) is not None:
-        hot.plan, hot.probe = choice, None
+        hot.plan, hot.choice, hot.probe = choice, hot.probe.choice, None
     return _linear(hot, x, weight, bias, part)
 
 

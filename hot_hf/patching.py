@@ -17,13 +17,14 @@ from .kinds import LINEAR, features, hot_class_of, is_linear, kind_of, original_
 from .layers import HOTMixin, HOTState, is_dtensor, swap_class
 from .report import CoverageReport, ModuleRow
 from .rounding import StepClock
-from .selection import GranularityProbe
+from .selection import Budget, BudgetProbe, GranularityProbe
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Routers send tokens by argmax: a noisy gradient there is a wrong expert, and they are a few columns wide anyway.
 HEAD_PATTERNS = ("lm_head", "*.lm_head", "*.router", "router", "*.gate", "gate", "*.shared_expert_gate")
 CHOSEN = ("not in include", "excluded")  # reasons to skip that the user gave
 _WRAPPING = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+_WILDCARD = re.compile(r"[*?\[]")
 _ADAPTER = re.compile(r"(^|\.)(lora_[A-Z]\w*|modules_to_save)\.")
 
 
@@ -38,6 +39,8 @@ def canonical_name(name: str) -> str:
 
 def matches(name: str, pattern: str) -> bool:
     """Whether a shell-style pattern matches a full module name, as it is or without PEFT's wrapping."""
+    if not _WILDCARD.search(pattern):  # a plan has one for every layer
+        return pattern in (name, canonical_name(name))
     return fnmatchcase(name, pattern) or fnmatchcase(canonical_name(name), pattern)
 
 
@@ -77,9 +80,16 @@ def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Mo
     dtype = (kind or LINEAR).weight(module).dtype
     if dtype not in SUPPORTED_DTYPES:
         return f"unsupported dtype {dtype}"
-    if config.plan(lambda p: matches(name, p)).exact:
+    if config.plan(lambda p: matches(name, p)).exact and not (
+        config.selection == "budget" and _in_budget(name, module, config)
+    ):
         return "configured exact"
     return None
+
+
+def _in_budget(name: str, module: nn.Module, config: HOTConfig) -> bool:
+    """Whether a selection by budget decides for a layer: not where the user has, with an override."""
+    return (kind_of(module) or LINEAR).measured and not any(matches(name, p) for p in config.overrides)
 
 
 def _is_head(name: str, module: nn.Module, head: nn.Module | None) -> bool:
@@ -155,17 +165,19 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
         ("exclude", config.exclude),
         ("overrides", list(config.overrides)),
     ):
-        for pattern in patterns:
-            if not any(matches(name, pattern) for name in names):
-                for name, _, first_name in linears:
-                    if matches(name, pattern):
-                        raise HOTPatchError(
-                            f"HOTConfig.{where}: {pattern!r} matches {name}, a second name of {first_name}; write that."
-                        )
-                raise HOTPatchError(
-                    f"HOTConfig.{where}: {pattern!r} matches no linear layer. Patterns match full names, such as "
-                    f"{[canonical_name(n) for n in names[:3]]}; write '*.{pattern}' to match the end of a name."
-                )
+        missing = [pattern for pattern in patterns if not any(matches(name, pattern) for name in names)]
+        for pattern in missing:
+            for name, _, first_name in linears:
+                if matches(name, pattern):
+                    raise HOTPatchError(
+                        f"HOTConfig.{where}: {pattern!r} matches {name}, a second name of {first_name}; write that."
+                    )
+        if missing:
+            which = ", ".join(map(repr, missing[:5])) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+            raise HOTPatchError(
+                f"HOTConfig.{where}: {which} matches no linear layer. Patterns match full names, such as "
+                f"{[canonical_name(n) for n in names[:3]]}; write '*.{missing[0]}' to match the end of a name."
+            )
     head = _output_embedding(model)
     under_fsdp = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)
     report = CoverageReport.of(model)
@@ -180,16 +192,18 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
         if reason is None:
             _check_patchable(name, module)
             to_patch.append((name, module))
-        report.rows.append(ModuleRow.of(name, module, reason, config.plan(lambda p, n=name: matches(n, p)).label()))
+        by_budget = config.selection == "budget" and _in_budget(name, module, config)
+        label = "chosen by budget" if by_budget else config.plan(lambda p, n=name: matches(n, p)).label()
+        report.rows.append(ModuleRow.of(name, module, reason, label))
     if not to_patch and "configured exact" not in report.skipped.values():
         raise HOTPatchError(
             f"apply_hot found nothing to patch in {type(model).__name__}:\n{report}\n"
             "Widen include, shorten exclude, or lower min_features."
         )
     remove_hot(model)
-    clock = StepClock()
+    clock, budget = StepClock(), Budget(config) if config.selection == "budget" else None
     for name, module in to_patch:
-        _patch(name, module, config, clock)
+        _patch(name, module, config, clock, budget)
     if not torch.accelerator.is_available() and any(p.is_cpu for _, m in to_patch for p in m.parameters(recurse=False)):
         ops.cpu.warm_up()  # the first time on a machine this compiles for seconds: here, not inside the first step
     if config.compress == "block":
@@ -197,11 +211,13 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     return report
 
 
-def _patch(name: str, module: nn.Module, config: HOTConfig, clock: StepClock) -> None:
+def _patch(name: str, module: nn.Module, config: HOTConfig, clock: StepClock, budget: Budget | None) -> None:
     plan = config.plan(lambda p: matches(name, p))
     kind = kind_of(module) or LINEAR
     probe = None
-    if plan.grad_input_bits is not None and plan.grad_input_granularity == "lqs":
+    if budget is not None and _in_budget(name, module, config):
+        probe = BudgetProbe(plan, canonical_name(name), config.seed, budget)
+    elif plan.grad_input_bits is not None and plan.grad_input_granularity == "lqs":
         if kind.measured:
             probe = GranularityProbe(plan, config.lqs_batches, config.lqs_threshold)
         else:

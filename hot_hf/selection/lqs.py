@@ -20,6 +20,7 @@ class GranularityProbe:
 
     def __init__(self, plan: Plan, batches: int, threshold: float) -> None:
         self.plan, self.batches, self.threshold = plan, batches, threshold
+        self.choice = None  # a budget's record of what it measured
         self.recorded = 0
         self.error_tensor: float | Tensor = 0.0
         self.error_token: float | Tensor = 0.0

@@ -1,0 +1,126 @@
+"""One budget for all layers of a model: when enough was measured, and what comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from ..buffer import REMEMBERED
+from ..config import HOTConfig, Plan, byte_budget
+from .candidates import EXACT_INPUT, EXACT_KEPT, GRAD_INPUTS, KEPT
+from .choose import Layer, Pick, cheapest, exact_bytes, within_bytes
+from .probe import BudgetProbe
+from .sums import Score
+
+# A layer that runs in few of the micro-batches does not keep the others measuring for longer than this many times.
+PATIENCE = 4
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer does and what was measured of it: scores are None where nothing was.
+
+    ``bytes`` and ``exact_bytes`` in one micro-batch, counted at the first layer that keeps a shared copy;
+    ``operations`` as a share of those of exact products; ``batches`` gradients were measured, over all ranks.
+    """
+
+    plan: Plan
+    grad_input: Score | None = None
+    grad_weight: Score | None = None
+    bytes: int = 0
+    exact_bytes: int = 0
+    operations: float = 1.0
+    batches: int = 0
+
+
+class Budget:
+    """Shared by the probes of one model."""
+
+    def __init__(self, config: HOTConfig) -> None:
+        self.max_error, self.max_bytes = config.max_grad_error, config.max_bytes
+        self.batches, self.share = config.lqs_batches, config.share
+        self.probes: dict[str, BudgetProbe] = {}
+        self.choices: dict[str, Choice] | None = None
+        self._read: list[tuple[TensorWeakRef, int, str]] = []
+
+    def __getstate__(self) -> dict:
+        return {**self.__dict__, "_read": []}  # weak references to tensors, which cannot be copied
+
+    def first_reader(self, x: Tensor, name: str) -> str:
+        """The layer that read this very tensor first: q for k and v, where ``HOTConfig.share`` keeps one copy."""
+        if not self.share:
+            return name
+        for reference, version, reader in self._read:
+            if reference() is x and version == x._version:
+                return reader
+        self._read = [*self._read[1 - REMEMBERED :], (TensorWeakRef(x), x._version, name)]
+        return name
+
+    def ready(self, probe: BudgetProbe) -> Plan | None:
+        """``probe``'s plan once all layers have seen enough; never inside a backward, where a recompute must repeat its
+        forward, and with several processes only after ``fix_selection``."""
+        if torch._C._current_graph_task_id() != -1:
+            return None
+        if self.choices is None:
+            if (torch.distributed.is_available() and torch.distributed.is_initialized()) or not self._enough():
+                return None
+            self.choose(list(self.probes.values()))
+        probe.choice = self.choices[probe.name]
+        return probe.choice.plan
+
+    def _enough(self) -> bool:
+        turns = [p.recorded / max(p.uses, 1) for p in self.probes.values() if p.recorded]
+        return bool(turns) and (min(turns) >= self.batches or max(turns) >= PATIENCE * self.batches)
+
+    def choose(self, probes: Sequence[BudgetProbe]) -> None:
+        """Decide, by what ``probes`` hold now. A layer that saw no gradient keeps the configuration's plan.
+
+        Raises:
+            ValueError: when ``max_bytes`` cannot be met.
+        """
+        layers = [_measured(p) for p in probes if p.recorded]
+        layers = [layer for layer in layers if layer.inputs is not None or layer.kept is not None]
+        exact = exact_bytes(layers)
+        if self.max_error is not None:
+            picks = cheapest(layers, self.max_error)
+        else:
+            picks = within_bytes(layers, byte_budget(self.max_bytes, exact))
+        recorded = {p.name: p.recorded for p in probes}
+        self.choices = {p.name: Choice(p.plan) for p in probes}
+        counted: set = set()
+        for layer in layers:
+            self.choices[layer.name] = _choice(layer, picks[layer.name], recorded[layer.name], counted)
+
+
+def _measured(probe: BudgetProbe) -> Layer:
+    sums = {}
+    for name, needed, of, candidates in (
+        ("inputs", probe.needs_input, probe.input_sums, GRAD_INPUTS),
+        ("kept", probe.needs_weight, probe.weight_sums, KEPT),
+    ):
+        scored = needed and of.seen
+        sums[name] = {c: of.score(i, probe.recorded) for i, c in enumerate(candidates)} if scored else None
+    return Layer(probe.name, probe.plan, probe.shape, **sums, leader=probe.leader, uses=max(probe.uses, 1))
+
+
+def _choice(layer: Layer, pick: Pick, batches: int, counted: set) -> Choice:
+    def once(key, size: int) -> int:
+        if key in counted:
+            return 0
+        counted.add(key)
+        return size
+
+    products = sum(scores is not None for scores in (layer.inputs, layer.kept))
+    return Choice(
+        pick.plan,
+        None if layer.inputs is None else layer.inputs.get(pick.grad_input, Score()),
+        None if layer.kept is None else layer.kept.get(pick.kept, Score()),
+        0 if pick.kept is None else once((layer.leader, pick.kept), layer.bytes(pick.kept)),
+        0 if layer.kept is None else once((layer.leader, "exact"), layer.bytes(EXACT_KEPT)),
+        pick.operations / (products * EXACT_INPUT.operations(layer.shape)),
+        batches,
+    )

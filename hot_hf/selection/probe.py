@@ -1,0 +1,159 @@
+"""What a layer measures for a budget: every candidate's gradients beside the exact ones, inside the real backward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..autograd import _exact_types, _grad_input, _grad_weight
+from ..buffer import compress
+from ..config import Plan
+from ..ops.reference import TOKEN_BLOCK, compute_dtype, padded
+from ..rounding import layer_seed
+from .candidates import GRAD_INPUTS, KEPT, Shape
+from .sums import ErrorSums, Sketch, project_features
+
+if TYPE_CHECKING:
+    from .budget import Budget, Choice
+
+MAX_TOKENS = 1024  # measured of each micro-batch, in whole blocks; all candidates take 26 products over them
+
+
+class BudgetProbe:
+    """Records one layer's candidates while its gradients are still exact; ``budget`` decides for all layers."""
+
+    def __init__(self, plan: Plan, name: str, seed: int, budget: Budget) -> None:
+        self.plan, self.name, self.seed, self.budget = plan, name, seed, budget
+        self.choice: Choice | None = None
+        self.recorded = 0
+        self.tokens = self.uses = self._waiting = 0
+        self.needs_input = self.needs_weight = False
+        self.shape: Shape | None = None
+        self.leader = name  # the first layer that reads the same tensor
+        self.input_sums, self.weight_sums = ErrorSums(len(GRAD_INPUTS)), ErrorSums(len(KEPT))
+        budget.probes[name] = self
+
+    def ready(self) -> Plan | None:
+        """The plan, once ``budget`` has chosen; see ``Budget.ready``."""
+        return self.budget.ready(self)
+
+    def watch(self, y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """A copy of this output that records in its backward; ``y`` itself under functorch, whose values may not
+        outlive the transform."""
+        if any(map(torch._C._functorch.is_functorch_wrapped_tensor, (y, x, weight))) or not y.numel():
+            return y
+        if torch._C._current_graph_task_id() == -1:
+            self._waiting += 1
+        self.uses = max(self.uses, self._waiting, 1)
+        self.tokens = max(self.tokens, x.numel() // x.shape[-1])
+        self.needs_input |= x.requires_grad
+        self.needs_weight |= weight.requires_grad
+        self.leader = self.budget.first_reader(x, self.name) if weight.requires_grad else self.name
+        with torch.no_grad():
+            rows = x.detach().reshape(-1, x.shape[-1])
+            columns = project_features(sample(rows, self.recorded)) if x.requires_grad else None
+        kept = x.detach() if weight.requires_grad else None
+        return _Watch.apply(y, kept, columns, weight, self, self.recorded)
+
+    def record(self, g: Tensor, x: Tensor | None, columns: Tensor | None, weight: Tensor, turn: int) -> None:
+        """Add one backward. g (..., out); x (..., in) or None; columns: the projection of sampled x, or None."""
+        self._waiting = 0
+        if weight.dim() != 2 or torch._C._functorch.is_functorch_wrapped_tensor(g):
+            return  # weights that an engine has released
+        g = sample(g.reshape(-1, g.shape[-1]), turn)
+        seed = layer_seed(self.seed, self.name, turn)
+        found = []
+        if columns is not None:
+            found.append((self.input_sums, *self._input_errors(g, weight, columns, seed)))
+        if x is not None:
+            x = sample(x.reshape(-1, x.shape[-1]), turn)
+            found.append((self.weight_sums, *self._weight_errors(g, x, weight.shape, seed)))
+        # A non-finite gradient (a GradScaler's overflow step) says nothing about the layer.
+        if all(bool(norms.isfinite().all()) for _, norms, _ in found):
+            for sums, norms, sketches in found:
+                sums.scalars += norms
+                sums.sketches += sketches
+            self.recorded += 1
+            element_size = (
+                self.shape.element_size if x is None and self.shape else (g if x is None else x).element_size()
+            )
+            self.shape = Shape(self.tokens, *weight.shape, element_size, g.element_size())
+
+    def _input_errors(self, g: Tensor, weight: Tensor, columns: Tensor, seed: int) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(g)
+        exact = g.to(dtype) @ weight.to(dtype)
+        # What a change of x adds up over steps: (N, I) gradients meet other tokens each time, so they are judged by
+        # g_x^T x, the weight gradient of a linear layer in front of this one.
+        sketch = Sketch(weight.shape[1], columns.shape[1], g.device)
+        summed = _Summed(exact, lambda e: sketch(e.t() @ columns.to(e.dtype)))
+        for candidate in GRAD_INPUTS:
+            plan = replace(self.plan, **candidate.settings)
+            summed.add(_grad_input(g, weight, plan, seed, dtype))
+        return summed.result()
+
+    def _weight_errors(self, g: Tensor, x: Tensor, shape: torch.Size, seed: int) -> tuple[Tensor, Tensor]:
+        dtype = compute_dtype(g)
+        summed = _Summed(g.to(dtype).t() @ x.to(dtype), Sketch(*shape, g.device))
+        for candidate in KEPT:
+            plan = replace(self.plan, **candidate.settings)
+            packed, scale = compress(x, plan, seed, share=False)
+            summed.add(_grad_weight(g, packed, scale, plan, seed, x.shape[1], dtype))
+        return summed.result()
+
+
+class _Summed:
+    """Norms and sketches of errors against one exact gradient, fetched from the device once."""
+
+    def __init__(self, exact: Tensor, sketch) -> None:
+        self.exact, self.sketch = exact, sketch
+        self.norms: list[Tensor] = []
+        self.sketches: list[Tensor] = []
+
+    def add(self, value: Tensor) -> None:
+        self._note(value - self.exact)
+
+    def _note(self, error: Tensor) -> None:
+        sketched = self.sketch(error)
+        inner = torch.dot(error.flatten(), self.exact.flatten())
+        self.norms.append(torch.stack((error.norm().float(), inner.float(), sketched.norm())))
+        self.sketches.append(sketched)
+
+    def result(self) -> tuple[Tensor, Tensor]:
+        """As ErrorSums has them, the exact gradient last."""
+        self._note(self.exact)
+        norms = torch.stack(self.norms).cpu().double()
+        norms[:, (0, 2)] **= 2  # squared here: float32 would overflow at 2e19
+        return norms, torch.stack(self.sketches).cpu()
+
+
+def sample(rows: Tensor, turn: int) -> Tensor:
+    """At most MAX_TOKENS rows: whole blocks of 16 as the layer cuts them, spread evenly, moving with ``turn``."""
+    tokens = rows.shape[0]
+    if tokens <= MAX_TOKENS:
+        return rows
+    blocks, kept = padded(tokens, TOKEN_BLOCK) // TOKEN_BLOCK, MAX_TOKENS // TOKEN_BLOCK
+    first = (torch.arange(kept) * blocks // kept + turn) % blocks
+    index = (first.sort().values[:, None] * TOKEN_BLOCK + torch.arange(TOKEN_BLOCK)).flatten()
+    return rows[index[index < tokens].to(rows.device)]
+
+
+class _Watch(torch.autograd.Function):
+    """The identity, whose backward lets a probe look at g. x and the weight go through ``save_for_backward``, so that
+    checkpointing, saved-tensor hooks and FSDP see them; a copy is returned, since a view could not be changed in
+    place by what follows."""
+
+    @staticmethod
+    def forward(ctx, y, x, columns, weight, probe, turn):
+        ctx.save_for_backward(x, columns, weight)
+        ctx.probe, ctx.turn = probe, turn
+        return y.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        x, columns, weight = ctx.saved_tensors
+        with torch.no_grad(), _exact_types(g.device.type):
+            ctx.probe.record(g.detach(), x, columns, weight.detach(), ctx.turn)
+        return g, None, None, None, None, None
