@@ -54,10 +54,11 @@ def compress(x: Tensor, plan: Plan, seed: int, share: bool) -> tuple[Tensor, Ten
     Returns:
         packed integers and scales, as ``ops.compress``; the same two objects for the same unchanged ``x``.
     """
+    transforms = getattr(ops.FORMATS[plan.activation_format], "transform", False)
     arguments = (
         plan.activation_format,
         plan.rank,
-        plan.block_size,
+        plan.block_size if transforms else 1,  # g_x's block alone: readers that differ in it share all the same
         plan.grad_weight_granularity == "per_feature",
         plan.rounding,
     )

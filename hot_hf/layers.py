@@ -79,7 +79,7 @@ def _linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part:
     # Counted without gradients too: the first pass of reentrant checkpointing is the forward of its step.
     step = hot.clock.forward() if plan.rounding == "stochastic" else 0
     needs_product = x.requires_grad or weight.requires_grad
-    if plan.exact or not needs_product or not torch.is_grad_enabled():
+    if (plan.exact and hot.probe is None) or not needs_product or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not x.is_floating_point():
         raise TypeError(

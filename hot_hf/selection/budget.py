@@ -66,15 +66,16 @@ class Budget:
         if torch._C._current_graph_task_id() != -1:
             return None
         if self.choices is None:
-            if (torch.distributed.is_available() and torch.distributed.is_initialized()) or not self._enough():
+            if (torch.distributed.is_available() and torch.distributed.is_initialized()) or not self._enough(probe):
                 return None
             self.choose(list(self.probes.values()))
         probe.choice = self.choices[probe.name]
         return probe.choice.plan
 
-    def _enough(self) -> bool:
-        turns = [p.recorded / max(p.uses, 1) for p in self.probes.values() if p.recorded]
-        return bool(turns) and (min(turns) >= self.batches or max(turns) >= PATIENCE * self.batches)
+    def _enough(self, probe: BudgetProbe) -> bool:
+        """When this layer and all that ran have seen their micro-batches; at the latest when it has seen far more."""
+        turns = [p.recorded / max(p.uses, 1) for p in (probe, *self.probes.values()) if p.recorded or p is probe]
+        return min(turns) >= self.batches or turns[0] >= PATIENCE * self.batches
 
     def choose(self, probes: Sequence[BudgetProbe]) -> None:
         """Decide, by what ``probes`` hold now. A layer that saw no gradient keeps the configuration's plan.

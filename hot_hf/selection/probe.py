@@ -54,7 +54,7 @@ class BudgetProbe:
         self.leader = self.budget.first_reader(x, self.name) if weight.requires_grad else self.name
         with torch.no_grad():
             rows = x.detach().reshape(-1, x.shape[-1])
-            columns = project_features(sample(rows, self.recorded)) if x.requires_grad else None
+            columns = project_features(sample(rows)) if x.requires_grad else None
         kept = x.detach() if weight.requires_grad else None
         return _Watch.apply(y, kept, columns, weight, self, self.recorded)
 
@@ -63,13 +63,13 @@ class BudgetProbe:
         self._waiting = 0
         if weight.dim() != 2 or torch._C._functorch.is_functorch_wrapped_tensor(g):
             return  # weights that an engine has released
-        g = sample(g.reshape(-1, g.shape[-1]), turn)
+        g = sample(g.reshape(-1, g.shape[-1]))
         seed = layer_seed(self.seed, self.name, turn)
         found = []
         if columns is not None:
             found.append((self.input_sums, *self._input_errors(g, weight, columns, seed)))
         if x is not None:
-            x = sample(x.reshape(-1, x.shape[-1]), turn)
+            x = sample(x.reshape(-1, x.shape[-1]))
             found.append((self.weight_sums, *self._weight_errors(g, x, weight.shape, seed)))
         # A non-finite gradient (a GradScaler's overflow step) says nothing about the layer.
         if all(bool(norms.isfinite().all()) for _, norms, _ in found):
@@ -129,14 +129,14 @@ class _Summed:
         return norms, torch.stack(self.sketches).cpu()
 
 
-def sample(rows: Tensor, turn: int) -> Tensor:
-    """At most MAX_TOKENS rows: whole blocks of 16 as the layer cuts them, spread evenly, moving with ``turn``."""
+def sample(rows: Tensor) -> Tensor:
+    """At most MAX_TOKENS rows: whole blocks of 16 as the layer cuts them, spread evenly."""
     tokens = rows.shape[0]
     if tokens <= MAX_TOKENS:
         return rows
     blocks, kept = padded(tokens, TOKEN_BLOCK) // TOKEN_BLOCK, MAX_TOKENS // TOKEN_BLOCK
-    first = (torch.arange(kept) * blocks // kept + turn) % blocks
-    index = (first.sort().values[:, None] * TOKEN_BLOCK + torch.arange(TOKEN_BLOCK)).flatten()
+    first = torch.arange(kept) * blocks // kept * TOKEN_BLOCK
+    index = (first[:, None] + torch.arange(TOKEN_BLOCK)).flatten()
     return rows[index[index < tokens].to(rows.device)]
 
 

@@ -40,9 +40,11 @@ class Sketch:
 
     def __init__(self, rows: int, columns: int, device: torch.device) -> None:
         self.rows, self.columns = signs(rows, 1, device)[:, None], signs(columns, 2, device)
+        self.size = SKETCH if columns % SKETCH else SKETCH - 2  # else a column would fall on one number
 
     def __call__(self, matrix: Tensor) -> Tensor:
-        return _fold((matrix * self.rows * self.columns).flatten(), SKETCH).float()
+        folded = _fold((matrix * self.rows * self.columns).flatten(), self.size).float()
+        return torch.nn.functional.pad(folded, (0, SKETCH - self.size))
 
 
 @dataclass(frozen=True)
