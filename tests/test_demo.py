@@ -92,6 +92,6 @@ def test_standard_library_split_has_no_common_file():
         def __call__(self, text, **kwargs):
             return {"input_ids": [ord(c) for c in text]}
 
-    rows = data.pack(files, Characters(), 10)
+    rows = data.pack(data.read_sources(files), Characters(), 10)
     assert len(rows) == 10 and all(len(row) == data.ROW_TOKENS for row in rows)
-    assert len({tuple(row) for row in data.pack(files[:1], Characters(), 10)}) <= data.ROWS_PER_FILE
+    assert len({tuple(row) for row in data.pack(data.read_sources(files[:1]), Characters(), 10)}) <= data.ROWS_PER_FILE

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sysconfig
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,17 +65,21 @@ def standard_library() -> list[Path]:
     return [root / p for p in files]
 
 
-def pack(files: Sequence[Path], tokenizer, rows: int) -> list[list[int]]:
-    """The first ``rows`` rows of ROW_TOKENS token ids; a row never crosses files, remainders are dropped."""
+def pack(texts: Iterable[str], tokenizer, rows: int, rows_per_text: int = ROWS_PER_FILE) -> list[list[int]]:
+    """The first ``rows`` rows of ROW_TOKENS token ids; a row never crosses texts, remainders are dropped."""
     packed: list[list[int]] = []
-    for path in files:
+    for text in texts:
         if len(packed) >= rows:
             break
-        text = path.read_text(encoding="utf-8", errors="replace")[:CHARACTERS_PER_FILE]
         ids = tokenizer(text, verbose=False)["input_ids"]
-        full = min(len(ids) // ROW_TOKENS, ROWS_PER_FILE)
+        full = min(len(ids) // ROW_TOKENS, rows_per_text)
         packed += [ids[i * ROW_TOKENS : (i + 1) * ROW_TOKENS] for i in range(full)]
     return packed[:rows]
+
+
+def read_sources(files: Iterable[Path]) -> Iterator[str]:
+    """The beginning of each file."""
+    return (path.read_text(encoding="utf-8", errors="replace")[:CHARACTERS_PER_FILE] for path in files)
 
 
 def python_sources(tokenizer, train_rows: int, held_out_rows: int):
@@ -86,5 +90,8 @@ def python_sources(tokenizer, train_rows: int, held_out_rows: int):
     files = standard_library()
     held_out = files[::HELD_OUT_EVERY]
     train = [p for i, p in enumerate(files) if i % HELD_OUT_EVERY]
-    parts = (pack(train, tokenizer, train_rows), pack(held_out, tokenizer, held_out_rows))
+    parts = (
+        pack(read_sources(train), tokenizer, train_rows),
+        pack(read_sources(held_out), tokenizer, held_out_rows),
+    )
     return tuple(Dataset.from_dict({"input_ids": rows, "labels": rows}) for rows in parts)

@@ -62,8 +62,16 @@ def vision() -> Task:
     )
 
 
-def text(lora: bool = False, steps: int | None = None) -> Task:
-    """SmolLM2-135M on the sources of Python's standard library, all weights or LoRA adapters; 2 x 256 tokens a step."""
+def text(
+    lora: bool = False,
+    steps: int | None = None,
+    rows: Callable = data.python_sources,
+    source: str = "the standard library's sources",
+) -> Task:
+    """SmolLM2-135M on ``source``, all weights or LoRA adapters; 2 x 256 tokens a step.
+
+    ``rows(tokenizer, train_rows, held_out_rows)`` gives the two data sets, as ``data.python_sources`` does.
+    """
     from transformers import set_seed
 
     if lora:
@@ -71,7 +79,7 @@ def text(lora: bool = False, steps: int | None = None) -> Task:
     data.require("datasets", "pip install datasets")
     batch = 2
     base, tokenizer = models.smollm2()
-    train, held_out = data.python_sources(tokenizer, batch * (steps or TEXT_STEPS), HELD_OUT_ROWS)
+    train, held_out = rows(tokenizer, batch * (steps or TEXT_STEPS), HELD_OUT_ROWS)
 
     def make_model(seed: int) -> nn.Module:
         model = copy.deepcopy(base)
@@ -80,7 +88,7 @@ def text(lora: bool = False, steps: int | None = None) -> Task:
 
     return Task(
         "text-lora" if lora else "text",
-        f"SmolLM2-135M {'with LoRA' if lora else '(all weights)'} on the standard library's sources "
+        f"SmolLM2-135M {'with LoRA' if lora else '(all weights)'} on {source} "
         f"({len(train)} rows of {data.ROW_TOKENS} tokens, {len(held_out)} held out)",
         train,
         held_out,

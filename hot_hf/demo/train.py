@@ -5,15 +5,21 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import ProgressCallback, Trainer, TrainingArguments, default_data_collator
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments, default_data_collator
+from transformers.trainer_utils import get_last_checkpoint
 
+from ..callback import HOTCallback
 from ..config import HOTConfig
 from ..memory import SavedTensors
+from ..monitor import hot_layers
 from ..patching import apply_hot
 from ..report import CoverageReport
 from ..selection import fix_selection
@@ -41,14 +47,36 @@ class Run:
         return asdict(self)
 
 
+class Unfinished(Exception):
+    """A run stopped at its deadline; the same call goes on from where it stopped."""
+
+
+@dataclass
+class Pieces:
+    """A run in pieces: what is unfinished stays in ``folder``; it stops at ``deadline`` (``time.monotonic()``)."""
+
+    folder: Path
+    deadline: float = float("inf")
+
+
+class _Deadline(TrainerCallback):
+    def __init__(self, deadline: float) -> None:
+        self.deadline = deadline
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):
+        if time.monotonic() <= self.deadline or state.global_step >= state.max_steps:
+            return
+        # What a layer has measured so far is not in a checkpoint, what it chose is.
+        if all(layer.hot.probe is None for layer in hot_layers(model)):
+            control.should_save = control.should_training_stop = True
+
+
 class _Recorder(ProgressCallback):
     """Trainer's progress bars, with the loss beside the bar instead of a printed line per step; times every step."""
 
     def __init__(self, label: str) -> None:
         super().__init__()
         self.label = label
-        self.losses: list[float] = []
-        self.grad_norms: list[float] = []
         self.seconds: list[float] = []
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -64,11 +92,8 @@ class _Recorder(ProgressCallback):
         super().on_step_end(args, state, control, **kwargs)
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if logs and "loss" in logs:
-            self.losses.append(float(logs["loss"]))
-            self.grad_norms.append(float(logs["grad_norm"]))
-            if self.training_bar is not None:
-                self.training_bar.set_postfix(loss=f"{self.losses[-1]:.3f}")
+        if logs and "loss" in logs and self.training_bar is not None:
+            self.training_bar.set_postfix(loss=f"{float(logs['loss']):.3f}")
 
 
 def _now() -> float:
@@ -77,13 +102,13 @@ def _now() -> float:
     return time.perf_counter()
 
 
-def _kept(model: nn.Module, task: Task, linears: list[str]) -> tuple[int, int]:
+def _kept(model: nn.Module, task: Task, linears: list[str], context, kind: type[SavedTensors]) -> tuple[int, int]:
     """Bytes that one training forward keeps for its backward: in all, and by the layers named in ``linears``."""
     rows = [task.train[i] for i in range(task.arguments["per_device_train_batch_size"])]
     device = next(model.parameters()).device
     batch = {name: value.to(device) for name, value in default_data_collator(rows).items()}
     model.train()
-    with SavedTensors(model) as saved:
+    with kind(model) as saved, context():
         loss = model(**batch).loss
     kept = saved.total_bytes, saved.bytes_of(linears)
     del loss
@@ -101,7 +126,16 @@ def train(*args, **kwargs) -> Run:
 
 
 def fit(
-    task: Task, config: HOTConfig | None, label: str, linears: list[str], seed: int = 0, steps: int | None = None
+    task: Task,
+    config: HOTConfig | None,
+    label: str,
+    linears: list[str],
+    seed: int = 0,
+    steps: int | None = None,
+    prepare: Callable[[nn.Module], Any] | None = None,
+    arguments: dict[str, Any] | None = None,
+    pieces: Pieces | None = None,
+    saved: type[SavedTensors] = SavedTensors,
 ) -> tuple[nn.Module, Run]:
     """Train once from ``task``'s starting point and measure.
 
@@ -110,16 +144,24 @@ def fit(
         linears: names of the layers whose kept inputs are added up (those that HOT patches).
         seed: of the model, the order of the data and HOT's rounding.
         steps: instead of the task's own number.
+        prepare: called with the model, once HOT is applied; may return a TrainerCallback.
+        arguments: of TrainingArguments, beside the task's own.
+        pieces: keep an unfinished run and go on with it, rather than start at step 0.
+        saved: what counts the kept bytes.
 
     Returns:
-        the trained model and the run's numbers.
+        the trained model and the run's numbers; times are those of the last piece.
+
+    Raises:
+        Unfinished: at the deadline of ``pieces``.
     """
     model = task.make_model(seed)
     if config is not None:
         apply_hot(model, config)
-    settings = {**task.arguments, **({} if steps is None else {"max_steps": steps})}
+    callback = None if prepare is None else prepare(model)
+    settings = {**task.arguments, **(arguments or {}), **({} if steps is None else {"max_steps": steps})}
     recorder = _Recorder(label)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() if pieces is None else nullcontext(str(pieces.folder)) as folder:
         trainer = Trainer(
             model,
             TrainingArguments(
@@ -141,10 +183,21 @@ def fit(
         )
         trainer.remove_callback(ProgressCallback)
         trainer.add_callback(recorder)
-        trainer.train()
+        if callback is not None:
+            trainer.add_callback(callback)
+        checkpoint = None
+        if pieces is not None:
+            if config is not None:  # what lqs has chosen, and the step that stochastic rounding is at
+                trainer.add_callback(HOTCallback(error_every=0, audit_steps=0))
+            trainer.add_callback(_Deadline(pieces.deadline))
+            checkpoint = get_last_checkpoint(folder) if Path(folder).is_dir() else None
+        trainer.train(resume_from_checkpoint=checkpoint)
+        if trainer.state.global_step < settings["max_steps"]:
+            raise Unfinished(f"{label}: {trainer.state.global_step} of {settings['max_steps']} steps")
         metrics = trainer.evaluate()
     fix_selection(model)  # a run shorter than lqs_batches would still keep its inputs whole
-    kept, kept_linear = _kept(model, task, linears)
+    kept, kept_linear = _kept(model, task, linears, trainer.compute_loss_context_manager, saved)
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]  # of earlier pieces too
     run = Run(
         label,
         None if config is None else config.to_dict(),
@@ -152,8 +205,8 @@ def fit(
         settings["max_steps"],
         float(metrics["eval_loss"]),
         metrics.get("eval_accuracy"),
-        recorder.losses,
-        max(recorder.grad_norms),
+        [float(entry["loss"]) for entry in history],
+        float(torch.tensor([entry["grad_norm"] for entry in history]).max()),  # NaN, where there was one
         kept,
         kept_linear,
         recorder.seconds[0],
