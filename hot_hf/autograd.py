@@ -34,8 +34,9 @@ class HOTFunction(torch.autograd.Function):
     def setup_context(ctx, inputs, output) -> None:
         x, weight, bias, kept, scale, plan, seed = inputs
         needs_x, needs_weight = ctx.needs_input_grad[0], ctx.needs_input_grad[1]
+        saved, ctx.view = _without_the_view(weight)
         ctx.save_for_backward(
-            weight if needs_x else None, kept if needs_weight else None, scale if needs_weight else None
+            saved if needs_x else None, kept if needs_weight else None, scale if needs_weight else None
         )
         ctx.plan, ctx.seed = plan, seed
         ctx.x_shape, ctx.x_dtype = x.shape, x.dtype
@@ -46,6 +47,9 @@ class HOTFunction(torch.autograd.Function):
     def backward(ctx, grad_output):
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, kept, scale = ctx.saved_tensors
+        if ctx.view is not None and needs_x and weight.numel():
+            shape, stride, offset = ctx.view
+            weight = weight.as_strided(shape, stride, weight.storage_offset() + offset)
         if needs_x and weight.dim() != 2:
             raise RuntimeError(
                 f"hot_hf: the {grad_output.shape[-1]} x {ctx.x_shape[-1]} weight of a HOT layer is "
@@ -75,6 +79,18 @@ class HOTFunction(torch.autograd.Function):
 
 # torch binds every call's arguments by this signature, and takes 50 us to work it out each time where it is not stored.
 HOTFunction.forward.__signature__ = inspect.signature(HOTFunction.forward)
+
+
+def _without_the_view(weight: Tensor) -> tuple[Tensor, tuple | None]:
+    """What to save of a weight, and how to find it there again: (shape, stride, offset), or None for itself.
+
+    Conv1D and experts compute with a view of their Parameter. ZeRO-3 releases what it gathered by giving the Parameter
+    other memory, and a saved view would hold the gathered one until the backward. Elsewhere the view itself is saved:
+    FSDP2 empties the storage under it, and hooks that move saved tensors should not move all experts for each.
+    """
+    if torch.compiler.is_compiling() or not hasattr(parameter := weight._base, "ds_id"):
+        return weight, None
+    return parameter, (weight.shape, weight.stride(), weight.storage_offset() - parameter.storage_offset())
 
 
 class _NotTwice(torch.autograd.Function):

@@ -21,7 +21,12 @@ def follows_interface(module: nn.Module) -> bool:
     if not all(hasattr(module, flag) for flag in _FLAGS):
         return False
     weights = (getattr(module, first_projection(module), None), getattr(module, "down_proj", None))
-    return all(isinstance(w, Tensor) and w.dim() == 3 for w in weights)
+    return all(isinstance(w, Tensor) and len(_shape(w)) == 3 for w in weights)
+
+
+def _shape(weight: Tensor) -> tuple[int, ...]:
+    """The shape of a weight; of the whole one where ZeRO-3 shows a placeholder."""
+    return tuple(getattr(weight, "ds_shape", weight.shape))
 
 
 def first_projection(module: nn.Module) -> str:
@@ -35,7 +40,7 @@ def first_weight(module: nn.Module) -> Tensor:
 
 def features(module: nn.Module) -> tuple[int, int]:
     """(out, in) of one expert's first product."""
-    shape = first_weight(module).shape
+    shape = _shape(first_weight(module))
     return (shape[2], shape[1]) if module.is_transposed else (shape[1], shape[2])
 
 
