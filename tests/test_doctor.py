@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hot_hf import cli, doctor
+from hot_hf import cli, doctor, ops
 from hot_hf.ops import cpu
 
 
@@ -58,3 +58,25 @@ def test_every_kind_of_accelerator_is_listed(monkeypatch, kind):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device(kind))
     monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
     assert [str(d) for d in doctor.devices()] == ["cpu", f"{kind}:0", f"{kind}:1"]
+
+
+def test_a_device_without_kernels_is_named_with_the_reason(monkeypatch, capsys):
+    """C63: an old GPU is served by plain torch, and the report says why."""
+    device = torch.device("cuda", 1)
+    monkeypatch.setattr(doctor, "devices", lambda: [torch.device("cpu"), device])
+    monkeypatch.setattr(doctor, "describe", str)
+    monkeypatch.setattr(doctor, "self_check", lambda device: [("compress int8", "reference", "ok")])
+    reason = "compute capability 7.5: Triton compiles no int8 product below 8.0"
+    monkeypatch.setattr(doctor.backends, "why_no_kernels", lambda kind, index: (reason, None)[index != 1])
+    assert cli.main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert f"cuda:1: cuda:1\n  plain torch instead of kernels: {reason}" in out and "no accelerator" not in out
+    assert "compress int8" in out and "reference" in out
+
+
+def test_every_operator_and_format_is_checked():
+    names = " ".join(name for name, _, _ in doctor.self_check(torch.device("cpu")))
+    for op in ("compress", "grad_weight", "grad_both"):
+        assert all(f"{op} {fmt}" in names for fmt in ops.FORMATS)
+    assert all(f"grad_input INT{bits} {scales}" in names for bits in (4, 8) for scales in ("per_token", "per_tensor"))
+    assert set(doctor.EXPECTED) == {ops.compress, ops.grad_input, ops.grad_weight, ops.grad_both}
