@@ -19,7 +19,7 @@ from .sums import ErrorSums, Sketch, project_features
 if TYPE_CHECKING:
     from .budget import Budget, Choice
 
-MAX_TOKENS = 1024  # measured of each micro-batch, in whole blocks; all candidates take 26 products over them
+MAX_TOKENS = 1024  # measured of each micro-batch, in whole blocks; the candidates take 25 products over them
 
 
 class BudgetProbe:

@@ -24,7 +24,7 @@ def slow_noise_and_a_fast_signal(signal: tuple) -> tuple[torch.Tensor, torch.Ten
 
 
 def a_signal() -> tuple:
-    """Its gradient, TOKENS * outer(g, x), is a tenth of the noise's in one micro-batch, sqrt(16 * TOKENS * IN * OUT)."""
+    """Its gradient, TOKENS * outer(g, x), is a tenth of that of the noise, sqrt(16 * TOKENS * IN * OUT)."""
     scale = math.sqrt(0.1 * math.sqrt(16 * TOKENS) / TOKENS)
     return scale * torch.randn(IN), scale * torch.randn(OUT)
 
