@@ -298,4 +298,5 @@ def test_terms_tell_rank_from_rounding(tiny, tmp_path):
         assert error[layer, "g_x", "8 bits"] < error[layer, "g_x", "the paper, per tensor"] / 8
     page = terms.section(tmp_path)
     assert "rank 16 (all of it)" in page and "| q_proj |" in page and "g_w: largest errors in" in page
+    assert "g_x of the paper by depth: block 0 " in page
     assert terms.section(tmp_path / "nothing") == ""

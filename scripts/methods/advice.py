@@ -58,7 +58,7 @@ def _little_saved(results: Results) -> list[str]:
         return []
     return [
         f"Where inputs of linear layers are a small part of what the backward keeps there is little to gain: "
-        f"{joined(little)}. There `compress='block'` or checkpointing save more (docs/memory.md)."
+        f"{joined(little)}. There `compress='block'` or checkpointing save more ([memory.md](../memory.md))."
     ]
 
 
@@ -72,7 +72,7 @@ def _slower(results: Results) -> list[str]:
         return []
     return [
         f"For speed alone, on the machine of these rows: the default's step took {joined(slower)} as long as exact "
-        "training's. The machine did other work meanwhile; docs/results/bench.md has undisturbed times."
+        "training's. The machine did other work meanwhile; [bench.md](bench.md) has undisturbed times."
     ]
 
 

@@ -87,8 +87,9 @@ EXACT = Method("exact", "exact float32", "exact")
 DEFAULT = Method("default", "HOT default: g_x INT8 per token, `ht_int4`", "hot", HOTConfig())
 PAPER = Method("paper", "HOT paper(): INT4 LQS, HLA r=8 INT8, per tensor, pseudo-stochastic", "hot", HOTConfig.paper())
 
+BFLOAT16 = Method("bf16", "exact, bfloat16 autocast", "exact", arguments={"bf16": True})
+
 RIVALS = (
-    Method("bf16", "exact, bfloat16 autocast", "exact", arguments={"bf16": True}),
     Method("lbp-wht", "LBP-WHT r=8 of 16, float32", "rival", function="lbp_wht", settings={"rank": 8}),
     Method(
         "int8",
@@ -118,16 +119,15 @@ RIVALS = (
 
 def _budget_plans() -> tuple[Method, ...]:
     """Plans that an error budget chooses layer by layer, where this hot_hf has them."""
-    if not {"selection", "max_grad_error"} <= {f.name for f in fields(HOTConfig)}:
+    if not {"selection", "max_grad_error", "max_bytes"} <= {f.name for f in fields(HOTConfig)}:
         return ()
+    budgets = [
+        *((f"{e:g}", f"gradient error at most {e:g}", {"max_grad_error": e}) for e in (0.1, 0.2)),
+        ("eighth", "kept inputs at most 12.5%", {"max_bytes": "12.5%"}),
+    ]
     return tuple(
-        Method(
-            f"budget-{budget:g}",
-            f"HOT budget plan: gradient error at most {budget:g}",
-            "hot",
-            HOTConfig(selection="budget", max_grad_error=budget),
-        )
-        for budget in (0.1, 0.2)
+        Method(f"budget-{name}", f"HOT budget plan: {what}", "hot", HOTConfig(selection="budget", **changes))
+        for name, what, changes in budgets
     )
 
 
@@ -173,7 +173,7 @@ ABLATION = (
     _changed("pseudo-stochastic", "default, pseudo-stochastic", "rounding", rounding="pseudo_stochastic"),
 )
 
-METHODS = {m.name: m for m in (EXACT, *RIVALS, *PLANS, *ABLATION)}
+METHODS = {m.name: m for m in (EXACT, BFLOAT16, *PLANS, *RIVALS, *ABLATION)}
 CORE = tuple(m.name for m in (EXACT, *PLANS))  # what the claims are about
-ALL = tuple(m.name for m in (EXACT, *PLANS, *RIVALS))
+ALL = tuple(m.name for m in (EXACT, *PLANS, BFLOAT16, *RIVALS))
 ABLATED = tuple(m.name for m in ABLATION)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import csv
 import statistics
+import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from hot_hf.demo.tasks import Task
 from hot_hf.ops import reference
 
 KEY, VALUES = ("task", "layer", "gradient", "term"), ("error", "torch")
-EVERY = 7  # of SmolLM2's 30 blocks: 0, 7, 14, 21, 28
 TOKENS = 2048
 TASKS = ("code", "prose", "digits")
 
@@ -70,7 +70,9 @@ TERMS = (
 def measure(name: str, task: Task, store: Store) -> None:
     """Errors of every TERM in the layers of ``task``'s starting model, on held-out rows; what is stored is kept."""
     model = task.make_model(0)
-    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and _in_a_chosen_block(n)]
+    names = [n for n, m in model.named_modules() if isinstance(m, nn.Linear) and _block(n) is not None]
+    step = max(1, len({_block(n) for n in names}) // 4)  # of SmolLM2's 30 blocks: 0, 7, 14, 21, 28
+    names = [n for n in names if _block(n) % step == 0]
     if all(store.find(task=name, layer=n, gradient=t.gradient, term=t.name) for n in names for t in TERMS):
         return
     first = task.held_out[0]
@@ -88,9 +90,9 @@ def measure(name: str, task: Task, store: Store) -> None:
                 )
 
 
-def _in_a_chosen_block(name: str) -> bool:
-    numbers = [int(part) for part in name.split(".") if part.isdigit()]
-    return bool(numbers) and numbers[0] % EVERY == 0
+def _block(name: str) -> int | None:
+    """The number of the block that a layer is in."""
+    return next((int(part) for part in name.split(".") if part.isdigit()), None)
 
 
 def section(folder: Path) -> str:
@@ -102,9 +104,10 @@ def section(folder: Path) -> str:
         rows = list(csv.DictReader(file))
     parts = [
         "## Where the paper's preset fails, and why\n",
-        "Relative Frobenius errors of single gradients in the starting model, by kind of layer (mean over the blocks "
-        f"measured, every {EVERY}th), with the paper's arithmetic and with one term of it changed. "
-        "[fidelity.md](fidelity.md) has more kinds of arithmetic, as means over all layers.\n",
+        "Relative Frobenius errors of single gradients in the model that training starts from, by kind of layer (means "
+        "over the blocks measured), with the paper's arithmetic and with one term of it changed. Where LQS chooses "
+        "per-token scales, the paper's g_x is the line of that name. `python scripts/compare_methods.py --terms` "
+        "measures them; [fidelity.md](fidelity.md) has more kinds of arithmetic, as means over all layers.\n",
     ]
     for task in dict.fromkeys(r["task"] for r in rows):
         mine = [r for r in rows if r["task"] == task]
@@ -117,11 +120,11 @@ def section(folder: Path) -> str:
             lines.append(
                 [term.gradient, term.name, *(f"{means[term][k]:.3f}" if k in means[term] else "" for k in kinds)]
             )
-        parts += [f"### {task}\n", markdown(["gradient", "arithmetic", *kinds], lines), *_reading(means)]
+        parts += [f"### {task}\n", markdown(["gradient", "arithmetic", *kinds], lines), *_reading(means, mine)]
     return "\n".join(parts)
 
 
-def _reading(means: dict[Term, dict[str, float]]) -> list[str]:
+def _reading(means: dict[Term, dict[str, float]], rows: list[dict[str, str]]) -> list[str]:
     """The worst kinds of layer under the paper's arithmetic, and the term whose change takes most of the error away."""
     said = []
     for gradient in ("g_x", "g_w"):
@@ -135,4 +138,13 @@ def _reading(means: dict[Term, dict[str, float]]) -> list[str]:
             + "".join(f", {t.name} to {average[t]:.3f}" for t in others if t is not best)
             + "."
         )
-    return [f"- {s}" for s in said] + [""]
+        depth: dict[int, list[float]] = {}
+        for r in rows:
+            if (r["gradient"], r["term"]) == (gradient, paper.name):
+                depth.setdefault(_block(r["layer"]), []).append(float(r["error"]))
+        said.append(
+            f"{gradient} of the paper by depth: "
+            + ", ".join(f"block {block} {statistics.mean(errors):.3f}" for block, errors in sorted(depth.items()))
+            + "."
+        )
+    return [f"- {textwrap.fill(s, 118, subsequent_indent='  ')}" for s in said] + [""]

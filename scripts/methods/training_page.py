@@ -28,6 +28,12 @@ beside half a byte per feature).
 """
 
 
+FOOTNOTE = """The other methods keep a copy per layer, HOT one for layers that read the same tensor (q/k/v, gate/up): that is
+why 8 bits are more than a quarter of float32 there. bfloat16 casts, and keeps, the input anew in each layer as well.
+Times are for orientation: the machine did other work too ([bench.md](bench.md)).
+"""
+
+
 def method_table(results: Results, task: str) -> str:
     """Every method on one task; ablations have a page of their own."""
     names = [n for n in results.methods(task) if METHODS[n].group != "ablation"]
@@ -77,7 +83,8 @@ def plot(results: Results, path: Path) -> None:
             if difference is None:
                 continue
             colour = {"hot": "C1", "rival": "C0", "exact": "C2"}[METHODS[name].group]
-            ax.barh(y, sign * difference.mean, 0.6, color=colour, alpha=0.4)
+            bar = ax.barh(y, sign * difference.mean, 0.6, color=colour, alpha=0.4)
+            ax.bar_label(bar, fmt="%+.2f" if sign == 100 else "%+.3f", fontsize=6, padding=2)
             ax.plot(
                 [sign * v for v in difference.values], [y] * len(difference.values), "o", color=colour, markersize=4
             )
@@ -87,7 +94,9 @@ def plot(results: Results, path: Path) -> None:
         ax.axvline(bound, color="black", linewidth=0.8, linestyle=":")
         ax.set_title(textwrap.fill(TASKS[task].what, 40), fontsize=10)
         ax.set_xlabel("accuracy from exact, points" if sign == 100 else "held-out loss above exact")
-        ax.set_xscale("symlog", linthresh=1 if sign == 100 else 0.02)
+        ax.margins(x=0.2)
+        if sign == 1:
+            ax.set_xscale("symlog", linthresh=0.02)  # the coarsest methods are a hundred times worse than the best
     for ax in axes[len(tasks) :]:
         ax.set_axis_off()
     figure.suptitle("orange: HOT, blue: other methods, green: exact in bfloat16; dots: seeds; dotted: the bound")
@@ -115,11 +124,7 @@ def write(rows: Sequence[Row], folder: Path) -> None:
     for task in results.by:
         steps = next(iter(next(iter(results.by[task].values())).values()))["steps"]
         parts += [f"## {TASKS[task].what}\n", f"{steps} steps.\n", method_table(results, task)]
-    parts += [
-        "The other methods keep a copy per layer; HOT keeps one for layers that read the same tensor (q/k/v, gate/up), "
-        "which is why 8 bits are more than a quarter of float32 there. bfloat16 casts, and keeps, the input anew in "
-        "each layer as well. Times are for orientation: the machine did other work too ([bench.md](bench.md)).\n"
-    ]
+    parts += [FOOTNOTE]
     said = advice(results)
     parts += ["## When not to use HOT\n", "Said by the rows above; a rule that none of them meets is silent.\n"]
     parts += [
