@@ -93,22 +93,24 @@ def check(bench: Bench) -> list[str]:
     backends = {b for _, b, _ in checked}
     if backends != {"triton"}:
         wrong.append(f"the kernels did not run: backend {sorted(backends)}")
-    tokens, inputs, outputs = (70, 80, 96) if bench.dry else (2000, 1000, 1512)
-    x, g, weight = bench.randn(tokens, inputs), bench.randn(tokens, outputs), bench.randn(outputs, inputs)
-    exact_x, exact_w = g.double() @ weight.double(), g.double().t() @ x.double()
     # The reference's relative Frobenius errors at this size: 0.0115 and 0.210 for grad_input, 0.0119 (int8), 0.143
     # (ht_int4), 0.707 and 0.714 (hla_*: of white noise a projection keeps half) for grad_weight. Allowed: half as much
     # again, 0.85 for the projections.
-    for bits, limit in ((8, 0.018), (4, 0.32)):
-        error = relative(ops.grad_input(g, weight, bits, 16, True, "nearest", 0, torch.float32), exact_x)
-        if not error < limit:
-            wrong.append(f"grad_input INT{bits}: relative error {error:.3f} against float64")
-    for fmt, limit in (("int8", 0.018), ("ht_int4", 0.22), ("hla_int8", 0.85), ("hla_int4", 0.85)):
-        packed, scale = ops.compress(x, fmt, 8, 16, True, "nearest", 0)
-        result = ops.grad_weight(g, packed, scale, fmt, inputs, 8, 16, True, "nearest", 0, torch.float32)
-        error = relative(result, exact_w)
-        if not error < limit:
-            wrong.append(f"grad_weight {fmt}: relative error {error:.3f} against float64")
+    tokens, inputs, outputs = (70, 80, 96) if bench.dry else (2000, 1000, 1512)
+    sizes = ((tokens, inputs), (tokens, outputs), (outputs, inputs))
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        x, g, weight = (bench.randn(*size).to(dtype) for size in sizes)
+        exact_x, exact_w = g.double() @ weight.double(), g.double().t() @ x.double()
+        for bits, limit in ((8, 0.018), (4, 0.32)):
+            error = relative(ops.grad_input(g, weight, bits, 16, True, "nearest", 0, torch.float32), exact_x)
+            if not error < limit:
+                wrong.append(f"grad_input INT{bits}, {dtype}: relative error {error:.3f} against float64")
+        for fmt, limit in (("int8", 0.018), ("ht_int4", 0.22), ("hla_int8", 0.85), ("hla_int4", 0.85)):
+            packed, scale = ops.compress(x, fmt, 8, 16, True, "nearest", 0)
+            result = ops.grad_weight(g, packed, scale, fmt, inputs, 8, 16, True, "nearest", 0, torch.float32)
+            error = relative(result, exact_w)
+            if not error < limit:
+                wrong.append(f"grad_weight {fmt}, {dtype}: relative error {error:.3f} against float64")
     return wrong
 
 
@@ -292,6 +294,25 @@ def measure(bench: Bench) -> dict:
     return result
 
 
+def goals(result: dict) -> list[str]:
+    """Markdown of each goal and configuration: the lowest and highest value over all layers, and how many reach it."""
+    bases = {row["layer"]: row for row in result["linear"] if row["variant"] == "bfloat16"}
+    values: dict[tuple[str, str], list[float]] = {}
+    for row in result["linear"]:
+        if row["variant"].startswith("hot "):
+            for goal, key in (("backward", "backward_ms"), ("forward + backward", "step_ms")):
+                values.setdefault((goal, row["variant"][4:]), []).append(bases[row["layer"]][key] / row[key])
+    for row in result["kernels"]:
+        if row["step"] in ("x", "g", "W"):
+            values.setdefault(("quantizers", row["config"]), []).append(row["share"])
+    lines = ["| goal | configuration | lowest | highest | reached by |", "|---|---|---|---|---|"]
+    for (goal, label), found in sorted(values.items()):
+        reached = sum(value >= GOALS[goal] for value in found)
+        what = f"{goal} at least {GOALS[goal]}"
+        lines.append(f"| {what} | {label} | {min(found):.2f} | {max(found):.2f} | {reached} of {len(found)} |")
+    return lines
+
+
 def tables(result: dict) -> list[str]:
     """Markdown of the measurements: speedups against bfloat16, shares of the ceilings, the training step."""
     if result["wrong"]:
@@ -319,7 +340,7 @@ def tables(result: dict) -> list[str]:
     lines += ["", "| training step | ms | peak, MB | loss before |", "|---|---|---|---|"]
     for row in result["llama"]:
         lines.append(f"| {row['config']} | {row['ms']:.1f} | {row['peak_bytes'] / 1e6:.0f} | {row['first_loss']:.4f} |")
-    return lines
+    return [*lines, "", *goals(result)]
 
 
 def page(result: dict | None) -> str:
