@@ -96,7 +96,10 @@ def test_training_page_holds_tables_advice_and_plot(rows, tmp_path):
     for part in ("## Does it hold?", "## SmolLM2-135M, Python sources", "## When not to use HOT", "a machine, torch 2"):
         assert part in page
     table = [r.strip("| ").split(" | ") for r in page.splitlines() if r.startswith("| exact float32")]
-    assert [r[:3] for r in table] == [["exact float32", "1", "0.3000"], ["exact float32", "2", "2.5000"]]
+    assert [r[:3] for r in table] == [
+        ["exact float32", "1", "0.3000"],
+        ["exact float32", "2", "2.5000 (2.0000 to 3.0000)"],
+    ]
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     training_page.write([], tmp_path / "none")
     assert not (tmp_path / "none").exists()

@@ -63,7 +63,7 @@ class _Linear(torch.autograd.Function):
 
 
 class LowPassWalshHadamard(_Linear):
-    """LBP-WHT (Yang, Chiang, Li, Marculescu: Efficient Low-rank Backpropagation for Vision Transformer Adaptation,
+    """LBP-WHT (Yang et al.: Efficient Low-rank Backpropagation for Vision Transformer Adaptation,
     NeurIPS 2023, arXiv 2309.15275), in both gradients.
 
     Every 16 tokens become their ``rank`` lowest Walsh-Hadamard coefficients: g_x is computed for those and expanded
@@ -92,9 +92,9 @@ def expand_tokens(low: Tensor, rank: int, tokens: int) -> Tensor:
 
 class PlainInteger(_Linear):
     """All three operands rounded to ``bits`` bits, one scale per tensor, no transform: what HOT's transform and
-    per-token scales are measured against. x is kept as integers (two of 4 bits in a byte), and serves both gradients'
-    products as Banner, Hubara, Hoffer, Soudry: Scalable Methods for 8-bit Training (NeurIPS 2018) have them, with g
-    rounded at random (``stochastic``) or to nearest."""
+    per-token scales are measured against. x is kept as integers, two of 4 bits in a byte; g is rounded at random
+    (``stochastic``) or to nearest. Nobody's recipe: the 8-bit training of Banner et al. (NeurIPS 2018, arXiv
+    1805.11046) goes this way for g_x, but gives g 16 bits for g_w."""
 
     @classmethod
     def keep(cls, x, settings):

@@ -28,9 +28,10 @@ beside half a byte per feature).
 """
 
 
-FOOTNOTE = """The other methods keep a copy per layer, HOT one for layers that read the same tensor (q/k/v, gate/up): that is
-why 8 bits are more than a quarter of float32 there. bfloat16 casts, and keeps, the input anew in each layer as well.
-Times are for orientation: the machine did other work too ([bench.md](bench.md)).
+FOOTNOTE = """\
+The other methods keep a copy per layer, HOT one for layers that read the same tensor (q/k/v, gate/up): that is why 8
+bits are more than a quarter of float32 there. bfloat16 casts, and keeps, the input anew in each layer as well. Times
+are for orientation: the machine did other work too ([bench.md](bench.md)).
 """
 
 
@@ -49,7 +50,7 @@ def method_table(results: Results, task: str) -> str:
             [
                 METHODS[name].label,
                 str(len(loss.values)),
-                f"{loss.mean:.4f}",
+                loss.text(".4f"),
                 "" if name == "exact" or above is None else above.text("+.4f"),
                 *([f"{scored.mean:.2%}" if scored else "", "" if name == "exact" else points] if accuracy else []),
                 "" if name == "exact" or within is None else "yes" if within else "no",
