@@ -114,8 +114,13 @@ def _loading(original: classmethod, has_source: bool) -> classmethod:
         hot_config = kwargs.pop("hot_config")
         if hot_config is None:
             return function(cls, *args, **kwargs)
-        source = (args[0] if args else kwargs.get("pretrained_model_name_or_path")) if has_source else None
-        config = _resolve(hot_config, source, kwargs)
+        source, where = None, kwargs
+        if has_source:
+            source = args[0] if args else kwargs.get("pretrained_model_name_or_path")
+        adapters = kwargs.get("adapter_kwargs") or {}
+        if "_adapter_model_path" in adapters:  # an Auto class found adapters, and passes on the model that they name
+            source, where = adapters["_adapter_model_path"], {**kwargs, **adapters}
+        config = _resolve(hot_config, source, where)
         return _patch(function(cls, *args, **kwargs), config)
 
     return classmethod(wrapper)

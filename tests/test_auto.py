@@ -50,6 +50,15 @@ def installed():
     hot_hf.uninstall()
 
 
+@pytest.fixture(params=["hot_hf", "transformers"])
+def auto(request):
+    """Both ways to ``hot_config=``: hot_hf's Auto classes, and transformers' own after install()."""
+    if request.param == "hot_hf":
+        return hot_hf
+    request.getfixturevalue("installed")
+    return transformers
+
+
 @pytest.fixture
 def llama_dir(tmp_path):
     tiny_llama().save_pretrained(tmp_path / "llama")
@@ -220,20 +229,20 @@ def test_remote_code(installed, tmp_path):
         model(torch.randn(3, 64)).sum().backward()
 
 
-def test_device_map_and_offload(llama_dir, tmp_path):
+def test_device_map_and_offload(auto, llama_dir, tmp_path):
     """C50: a device map leaves nothing on meta; with weights on disk both the hooks and HOT work."""
     exact = transformers.AutoModelForCausalLM.from_pretrained(llama_dir)
     inputs = token_batch()
     exact(**inputs).loss.backward()
     for device_map in ("cpu", "auto"):
-        model = hot_hf.AutoModelForCausalLM.from_pretrained(llama_dir, hot_config="default", device_map=device_map)
+        model = auto.AutoModelForCausalLM.from_pretrained(llama_dir, hot_config="default", device_map=device_map)
         assert len(patched(model)) == 14 and not any(p.is_meta for p in model.parameters())
         model(**inputs).loss.backward()
         assert 0 < relative_error(*(g["model.embed_tokens.weight"] for g in (grads(model), grads(exact)))) < 0.1
 
     device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
-    model = hot_hf.AutoModelForCausalLM.from_pretrained(
+    model = auto.AutoModelForCausalLM.from_pretrained(
         llama_dir, hot_config="default", device_map=device_map, offload_folder=tmp_path / "offload"
     )
     assert len(patched(model)) == 14 and model.model.layers[1].mlp.up_proj.weight.is_meta
@@ -364,21 +373,26 @@ def test_configuration_leaves_no_trace(tmp_path):
     assert json.loads(json.dumps(HOTConfig.paper().to_dict())) == HOTConfig.paper().to_dict()
 
 
-def test_adapters_loaded_inside(llama_dir, tmp_path):
-    """A directory with LoRA adapters: base and adapters are loaded, then patched; lora_A on request."""
+def test_adapters_loaded_inside(auto, llama_dir, tmp_path):
+    """A directory with LoRA adapters: base and adapters are loaded, then patched; lora_A on request. The configuration
+    beside the adapters is the one meant by "saved", not the base model's."""
     peft = pytest.importorskip("peft")
     base = transformers.AutoModelForCausalLM.from_pretrained(llama_dir)
     lora = peft.LoraConfig(target_modules=["q_proj", "v_proj"], r=4, init_lora_weights=False)
     adapted = peft.get_peft_model(base, lora)
     adapted.save_pretrained(tmp_path / "adapter")
-    model = hot_hf.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", hot_config=HOTConfig(lora=True))
-    names = patched(model)
-    assert sum("lora_A" in n for n in names) == 4 and sum(n.endswith("base_layer") for n in names) == 4
+    HOTConfig(lora=True, rank=3).save_pretrained(tmp_path / "adapter")
+    HOTConfig.fast().save_pretrained(llama_dir)
     inputs = token_batch()
-    assert torch.equal(model(**inputs).logits, adapted(**inputs).logits)
+    for hot_config in (HOTConfig(lora=True, rank=3), "saved"):
+        model = auto.AutoModelForCausalLM.from_pretrained(tmp_path / "adapter", hot_config=hot_config)
+        names = patched(model)
+        assert sum("lora_A" in n for n in names) == 4 and sum(n.endswith("base_layer") for n in names) == 4
+        assert config_of(model) == HOTConfig(lora=True, rank=3)
+        assert torch.equal(model(**inputs).logits, adapted(**inputs).logits)
 
 
-def test_gguf_file(tmp_path):
+def test_gguf_file(auto, tmp_path):
     """A GGUF file is dequantized by transformers; its layers are patched, trained and saved as any others."""
     gguf = pytest.importorskip("gguf")
     source = tiny_llama(layers=1)
@@ -396,7 +410,7 @@ def test_gguf_file(tmp_path):
     for name, tensor in tensors.items():
         writer.add_tensor(f"{name}.weight", tensor.detach().numpy())
     writer.write_header_to_file(), writer.write_kv_data_to_file(), writer.write_tensors_to_file(), writer.close()
-    model = hot_hf.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", hot_config="default")
+    model = auto.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", hot_config="default")
     assert len(patched(model)) == 7
     assert torch.equal(model.model.layers[0].mlp.up_proj.weight, layer.mlp.up_proj.weight)
     args = transformers.TrainingArguments(tmp_path / "out", max_steps=1, report_to="none", use_cpu=True)
