@@ -1,56 +1,22 @@
 """HOTCallback in a real Trainer, and what it measures."""
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, TrainerCallback
 
-from hot_hf import HOTCallback, HOTConfig, apply_hot
-from hot_hf.layers import HOTMixin
+from hot_hf import HOTCallback, HOTConfig, apply_hot, compiling
 from hot_hf.memory import SavedTensors
 from hot_hf.monitor import GradientErrors, KeptMeter, NonFiniteGradients
 from hot_hf.patching import config_of
 
-from .models import grads, mlp, relative_error, tiny_bert, tiny_llama, token_batch, twin
+from .models import grads, mlp, relative_error, tiny_llama, token_batch, twin
+from .training import layers, losses, rows, same, tensorboard, trainer
 
 EXACT = HOTConfig(grad_input_bits=None, activation_format="none")
-
-
-def rows(count: int = 16, length: int = 12) -> list[dict]:
-    ids = torch.randint(97, (count, length))
-    return [{"input_ids": row, "labels": row} for row in ids]
-
-
-def trainer(model, data, directory, callbacks=(), eval_dataset=None, **settings) -> Trainer:
-    defaults = {
-        "per_device_train_batch_size": 2,
-        "max_steps": 6,
-        "learning_rate": 1e-2,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_strategy": "no",
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": 1,
-    }
-    args = TrainingArguments(directory, **{**defaults, **settings})
-    return Trainer(model, args, train_dataset=data, eval_dataset=eval_dataset, callbacks=list(callbacks))
-
-
-def layers(model) -> dict[str, HOTMixin]:
-    return {m.hot.name: m for m in model.modules() if isinstance(m, HOTMixin)}
-
-
-def same(a, b) -> bool:
-    return all(torch.equal(p, q) for p, q in zip(a.parameters(), b.parameters(), strict=True))
-
-
-def losses(run: Trainer) -> list[float]:
-    return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
 
 
 @pytest.mark.parametrize("config", [EXACT, HOTConfig.paper(lqs_batches=12)], ids=["exact", "still measuring"])
@@ -89,49 +55,6 @@ def test_a_patched_model_keeps_its_configuration(tmp_path, caplog):
     apply_hot(model, HOTConfig.fast())
     trainer(model, rows(4), tmp_path, [HOTCallback("smallest")], max_steps=1).train()
     assert config_of(model) == HOTConfig.fast()
-
-
-def _lqs_by_hand(model, batches, threshold=0.5) -> dict[str, str]:
-    """SPEC section 7 from the exact gradients of each layer's output, in float64."""
-    errors: dict[str, torch.Tensor] = {}
-
-    def note(name, g):
-        g = g.double().reshape(-1, g.shape[-1])
-        out = []
-        for absmax in (g.abs().amax(), g.abs().amax(1, keepdim=True)):
-            scale = torch.where(absmax > 0, absmax / 7, 1.0)
-            out.append(((g / scale).round() * scale - g).square().sum())
-        errors[name] = errors.get(name, 0) + torch.stack(out)
-
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name != "lm_head":
-            module.register_forward_hook(lambda m, a, y, n=name: y.register_hook(lambda g: note(n, g)) and None)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for batch in batches:
-        model.zero_grad()
-        model(**batch).loss.backward()
-        optimizer.step()
-    choose = {n: "per_token" if e[1].sqrt() < threshold * e[0].sqrt() else "per_tensor" for n, e in errors.items()}
-    return {name: choose[name] for name in sorted(choose)}
-
-
-def test_selection_in_flight_follows_the_paper(tmp_path):
-    """SPEC section 7: after lqs_batches micro-batches each layer has the choice its own exact gradients ask for."""
-    model, data = tiny_llama(layers=3), rows(8)
-    with torch.no_grad():  # spread the magnitudes of tokens, so that the rule has something to decide
-        model.model.embed_tokens.weight *= torch.logspace(-1, 1, 97)[:, None]
-    by_hand = twin(model)
-    callback = HOTCallback(HOTConfig.paper(lqs_batches=4))
-    run = trainer(
-        model, data, tmp_path, [callback], max_steps=5, optim="sgd", learning_rate=0.1, lr_scheduler_type="constant",
-        max_grad_norm=0.0, train_sampling_strategy="sequential",
-    )  # fmt: skip
-    run.train()
-    batches = [{k: torch.stack([r[k] for r in data[i : i + 2]]) for k in data[0]} for i in range(0, 8, 2)]
-    want = _lqs_by_hand(by_hand, batches)
-    assert callback.selection == want and len(want) == 21
-    got = {name: layer.hot.plan.grad_input_granularity for name, layer in layers(model).items()}
-    assert got == want and all(layer.hot.probe is None for layer in layers(model).values())
 
 
 @pytest.mark.parametrize("restore", [False, True])
@@ -186,17 +109,6 @@ def test_two_trainers_and_early_stopping(tmp_path):
     assert all(layer.hot.meter is None for layer in layers(b).values())
 
 
-def _tensorboard(directory) -> dict[str, list]:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    out: dict[str, list] = {}
-    for path in Path(directory).rglob("events.out.tfevents.*"):
-        events = EventAccumulator(str(path)).Reload()
-        for tag in events.Tags()["scalars"]:
-            out.setdefault(tag, []).extend((e.step, e.value) for e in events.Scalars(tag))
-    return out
-
-
 def test_tensorboard_receives_everything(tmp_path):
     """Every value reaches the event file, at the step it belongs to, beside the loss."""
     model, data = tiny_llama(), rows()
@@ -205,7 +117,7 @@ def test_tensorboard_receives_everything(tmp_path):
     callback = HOTCallback(error_every=3, error_layers=2)
     run = trainer(model, data, tmp_path, [callback], report_to="tensorboard")
     run.train()
-    scalars = _tensorboard(tmp_path)
+    scalars = tensorboard(tmp_path)
     assert [s for s, _ in scalars["train/loss"]] == [1, 2, 3, 4, 5, 6]
     assert scalars["train/hot/kept_bytes"] == [(step, saved.hot_bytes) for step in range(1, 7)]
     assert scalars["train/hot/nonfinite_steps"] == [(step, 0) for step in range(1, 7)]
@@ -272,6 +184,27 @@ def test_non_finite_counter(value):
     assert counter.read() == (4, 2)
 
 
+def test_compiled_by_the_trainer(tmp_path, monkeypatch):
+    """torch_compile=True compiles the model that the callback has patched: losses as in eager mode, nobody is accused
+    of never being called."""
+    from hot_hf import callback as module
+
+    warned = []
+    monkeypatch.setattr(module.logger, "warning", warned.append)
+    eager, data = tiny_llama(layers=1), rows()
+    compiled = twin(eager)
+    torch.compiler.reset()
+    histories = []
+    for m, settings in ((eager, {}), (compiled, {"torch_compile": True, "torch_compile_backend": "aot_eager"})):
+        run = trainer(m, data, tmp_path, [HOTCallback()], report_to="tensorboard", max_steps=4, **settings)
+        run.train()
+        histories.append(losses(run))
+    torch.compiler.reset()
+    assert len(layers(compiled)) == 7 and not warned
+    assert all(layer.hot.traces < compiling.traces for layer in layers(compiled).values())  # it was compiled, patched
+    assert histories[1] == pytest.approx(histories[0], rel=1e-3)
+
+
 class Bypassing(nn.Module):
     """Uses one layer, and the weight of another without calling it."""
 
@@ -294,30 +227,6 @@ def test_layers_never_called_are_named(tmp_path, monkeypatch):
     run.train()
     assert len(warned) == 1 and "1 patched layers were never called" in warned[0] and ": read." in warned[0]
     assert [e["hot/never_called"] for e in run.state.log_history if "hot/never_called" in e] == [1]
-
-
-def test_calibration_leaves_the_model_as_it_was(tmp_path):
-    """C28: flags, buffers and requires_grad are untouched while lqs measures, also when a step raises midway."""
-    model = tiny_bert()
-    model.bert.embeddings.requires_grad_(False)
-    model.config.use_cache = False
-    flags = {n: p.requires_grad for n, p in model.named_parameters()}
-
-    class Raise(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 1:
-                raise KeyboardInterrupt
-
-    data = [{**r, "labels": torch.randint(2, ())} for r in rows()]
-    callback = HOTCallback(HOTConfig.paper(), error_every=1)
-    run = trainer(model, data, tmp_path, [callback, Raise()], report_to="tensorboard")
-    with pytest.raises(KeyboardInterrupt):
-        run.train()
-    assert {n: p.requires_grad for n, p in model.named_parameters()} == flags and model.training
-    run.remove_callback(Raise)
-    run.train()
-    assert len(callback.selection) == len(layers(model)) == 13
-    assert not any(m._forward_hooks for m in layers(model).values())
 
 
 @pytest.mark.parametrize(
@@ -372,25 +281,35 @@ def test_kept_bytes_under_sharing_and_checkpointing(checkpointing):
         assert whole == saved.hot_bytes
 
 
-def test_sft_trainer(tmp_path):
-    """TRL's SFTTrainer takes the callback as it is; HOT's gradients stay near: the losses of a few steps agree."""
+@pytest.mark.parametrize("adapters", [False, True], ids=["all weights", "LoRA"])
+def test_sft_trainer(adapters, tmp_path):
+    """TRL's SFTTrainer takes the callback as it is, with its own peft_config too; HOT's gradients stay near: the losses
+    of a few steps agree."""
     trl = pytest.importorskip("trl")
     from datasets import Dataset
 
     plain = tiny_llama(pad_token_id=0, eos_token_id=1)
     model = twin(plain)
     data = Dataset.from_list([{"input_ids": torch.randint(2, 97, (12,)).tolist()} for _ in range(8)])
-    histories = []
-    for m, callbacks in ((plain, []), (model, [HOTCallback()])):
+    peft_config = None
+    if adapters:
+        from peft import LoraConfig
+
+        peft_config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
+    histories, seed = [], int(torch.randint(2**31, ()))
+    for m, callbacks in ((plain, []), (model, [HOTCallback(HOTConfig(lora=True))])):
         args = trl.SFTConfig(
             str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to="none", use_cpu=True, bf16=False,
             logging_steps=1, save_strategy="no", disable_tqdm=True, learning_rate=1e-3, gradient_checkpointing=False,
             dataset_kwargs={"skip_prepare_dataset": True},
         )  # fmt: skip
-        run = trl.SFTTrainer(m, args, train_dataset=data, processing_class=_tokenizer(), callbacks=callbacks)
+        torch.manual_seed(seed)  # adapters
+        settings = {"processing_class": _tokenizer(), "callbacks": callbacks, "peft_config": peft_config}
+        run = trl.SFTTrainer(m, args, train_dataset=data, **settings)
         run.train()
         histories.append(losses(run))
-    assert len(layers(model)) == 14
+    names = layers(run.model)
+    assert len(names) == (28 if adapters else 14) and sum("lora_A" in name for name in names) == 14 * adapters
     assert histories[1] == pytest.approx(histories[0], rel=0.01) and histories[0] != histories[1]
 
 
