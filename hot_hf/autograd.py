@@ -60,7 +60,7 @@ class HOTFunction(torch.autograd.Function):
         grad_x = grad_weight = grad_bias = None
         with _exact_types(grad_output.device.type), torch.no_grad():
             g = grad_output.reshape(-1, grad_output.shape[-1])
-            if needs_x and needs_weight and ctx.plan.grad_input_bits and ctx.plan.activation_format != "none":
+            if needs_x and needs_weight and ctx.plan.grad_input_bits and _packed_in_order(ctx.plan, g.shape[0]):
                 grad_x, grad_weight = _grad_both(g, weight, kept, scale, ctx)
                 grad_x, needs_x, needs_weight = grad_x.reshape(ctx.x_shape), False, False
             if needs_x:
@@ -123,6 +123,11 @@ def _exact_types(device_type: str):
     return torch.autocast(device_type, enabled=False) if available else nullcontext()
 
 
+def _packed_in_order(plan: Plan, tokens: int) -> bool:
+    """Whether x was packed as its tokens come, so that both products may share their passes over g."""
+    return plan.activation_format != "none" and plan.grid(tokens) is None
+
+
 def _grad_input(g: Tensor, weight: Tensor, plan: Plan, seed: int, dtype: torch.dtype) -> Tensor:
     if plan.grad_input_bits is None:
         return (g @ weight.to(g.dtype)).to(dtype)  # under autocast nn.Linear multiplies in g's type too
@@ -156,6 +161,10 @@ def _grad_weight(
     if plan.activation_format == "none":
         return (g.t() @ kept.reshape(-1, in_features).to(g.dtype)).to(dtype)
     per_feature = plan.grad_weight_granularity == "per_feature"
+    if (grid := plan.grid(g.shape[0])) is not None:
+        bits = ops.FORMATS[plan.activation_format].bits
+        arguments = (bits, in_features, plan.rank, grid, per_feature, plan.rounding, seed + 3, dtype)
+        return ops.grad_weight_grid(g, kept, scale, *arguments)
     return ops.grad_weight(
         g,
         kept,

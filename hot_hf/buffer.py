@@ -54,20 +54,24 @@ def compress(x: Tensor, plan: Plan, seed: int, share: bool) -> tuple[Tensor, Ten
     Returns:
         packed integers and scales, as ``ops.compress``; the same two objects for the same unchanged ``x``.
     """
-    transforms = getattr(ops.FORMATS[plan.activation_format], "transform", False)
-    arguments = (
-        plan.activation_format,
-        plan.rank,
-        plan.block_size if transforms else 1,  # g_x's block alone: readers that differ in it share all the same
-        plan.grad_weight_granularity == "per_feature",
-        plan.rounding,
-    )
+    grid = plan.grid(x.numel() // x.shape[-1] if x.shape[-1] else 0)
+    per_feature = plan.grad_weight_granularity == "per_feature"
+    if grid is not None:
+        compress_, arguments = ops.compress_grid, (
+            ops.FORMATS[plan.activation_format].bits, plan.rank, grid, per_feature, plan.rounding
+        )  # fmt: skip
+    else:
+        transforms = getattr(ops.FORMATS[plan.activation_format], "transform", False)
+        # g_x's block alone: readers that differ in it share all the same
+        block_size = plan.block_size if transforms else 1
+        compress_ = ops.compress
+        arguments = (plan.activation_format, plan.rank, block_size, per_feature, plan.rounding)
     if not (share and _shareable(x)):
-        return ops.compress(x.detach().reshape(-1, x.shape[-1]), *arguments, seed)
+        return compress_(x.detach().reshape(-1, x.shape[-1]), *arguments, seed)
     # Not keyed by the seed: layers that read one tensor keep one copy, rounded with the seed of the first of them.
     key = (id(x), *arguments)  # never under torch.compile, where it would be a guard that no other x fulfils
     if (found := _recent.find(key, x)) is not None:
         return found
-    packed, scale = ops.compress(x.detach().reshape(-1, x.shape[-1]), *arguments, seed)
+    packed, scale = compress_(x.detach().reshape(-1, x.shape[-1]), *arguments, seed)
     _recent.add(key, x, packed, scale)
     return packed, scale

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .ops import FORMATS
+from .ops import FORMATS, grid
 from .ops.reference import BLOCK_SIZES, ROUNDINGS, TOKEN_BLOCK
 
 CONFIG_NAME = "hot_config.json"
@@ -71,6 +71,15 @@ class Plan:
     grad_weight_granularity: str = "per_feature"
     block_size: int = 16
     rounding: str = "nearest"
+    token_grid: tuple[int, int, int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.token_grid is not None:  # a list, from JSON
+            object.__setattr__(self, "token_grid", tuple(self.token_grid))
+
+    def grid(self, tokens: int) -> tuple[int, int, int] | None:
+        """The token grid where the format has an order of tokens and ``tokens`` are whole images; None elsewhere."""
+        return self.token_grid if self.activation_format in grid.BITS and grid.fits(tokens, self.token_grid) else None
 
     @property
     def exact(self) -> bool:
@@ -79,7 +88,9 @@ class Plan:
     def label(self) -> str:
         """A short name for reports: ``INT8 per_token / ht_int4``."""
         bits = "exact" if self.grad_input_bits is None else f"INT{self.grad_input_bits} {self.grad_input_granularity}"
-        kept = self.activation_format + (f" r={self.rank}" if self.activation_format.startswith("hla") else "")
+        kept = self.activation_format
+        if kept in grid.BITS:
+            kept += f" r={self.rank}" + (" 2-D" if self.token_grid else "")
         return f"{bits} / {kept}"
 
 
@@ -121,6 +132,14 @@ class HOTConfig:
         metadata={"help": f"Hadamard block along features, one of {list(BLOCK_SIZES)}; 1 is no transform."},
     )
     rounding: str = field(default="nearest", metadata={"help": f"One of {list(ROUNDINGS)} (SPEC section 6)."})
+    token_grid: list[int] | None = field(
+        default=None,
+        metadata={
+            "help": "Image tokens: [prefix, height, width], for example [1, 14, 14] of ViT-B/16 with CLS. The hla "
+            "formats then keep low frequencies of two-dimensional tiles, and prefix tokens whole, wherever a layer's "
+            "tokens are whole images; None: blocks of 16 tokens as they come."
+        },
+    )
     seed: int = field(default=0, metadata={"help": "Key of stochastic rounding, with layer, step and rank."})
     include: list[str] = field(
         default_factory=lambda: ["*"],
@@ -199,6 +218,7 @@ class HOTConfig:
         _one_of("block_size", self.block_size, BLOCK_SIZES)
         _one_of("rounding", self.rounding, ROUNDINGS)
         _one_of("compress", self.compress, COMPRESSIONS)
+        self._check_grid()
         _whole("seed", self.seed, 0, 2**62)
         _whole("min_features", self.min_features, 1)
         _whole("lqs_batches", self.lqs_batches, 1)
@@ -218,6 +238,17 @@ class HOTConfig:
                 raise ValueError(f"HOTConfig.{name}={getattr(self, name)!r} must be True or False.")
         self._check_selection()
         self._check_overrides()
+
+    def _check_grid(self) -> None:
+        if self.token_grid is None:
+            return
+        value = list(self.token_grid) if isinstance(self.token_grid, (list, tuple)) else []
+        if len(value) != 3 or any(type(v) is not int for v in value) or value[0] < 0 or min(value[1:]) < 1:
+            raise ValueError(
+                f"HOTConfig.token_grid={self.token_grid!r} must be [prefix tokens, height, width] in patches, for "
+                "example [1, 14, 14], or None."
+            )
+        self.token_grid = value
 
     def _check_selection(self) -> None:
         error, size = self.max_grad_error, self.max_bytes

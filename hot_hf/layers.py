@@ -45,7 +45,10 @@ class HOTState:
         """What every forward does first: note the call."""
         if torch.compiler.is_compiling():
             p = self.plan  # by value: as an argument it would be guarded by identity, a version for every layer
-            compiling.tracing(p.grad_input_bits, p.grad_input_granularity, p.activation_format, p.rank, p.block_size)
+            compiling.tracing(
+                p.grad_input_bits, p.grad_input_granularity, p.activation_format, p.rank, p.block_size,
+                p.token_grid is not None,
+            )  # fmt: skip
         else:
             self.called = True
 

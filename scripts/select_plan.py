@@ -215,7 +215,7 @@ def page(output: Path, rows: list[dict]) -> str:
         "Written by `scripts/select_plan.py`; how plans are selected is in [selection.md](../../selection.md). Errors",
         "are relative Frobenius norms, on the CPU. Columns of layers: the largest over all layers, of one gradient and",
         "of the sum of g_w over the fresh micro-batches. Columns of the model: the gradient of all parameters against",
-        "that of exact training, of one micro-batch and of the sum; errors of g_x of all layers above come on top there.",
+        "that of exact training, of one micro-batch and of the sum; errors of g_x in layers above come on top there.",
         "",
     ]
     for name in dict.fromkeys(row["plan"] for row in rows):

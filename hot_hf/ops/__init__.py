@@ -13,8 +13,20 @@ from torch.library import custom_op
 from . import formats, reference
 from .backends import backend_for
 from .formats import FORMATS
+from .grid import compress_grid, grad_weight_grid
 
-__all__ = ["FORMATS", "backend_for", "compress", "formats", "grad_both", "grad_input", "grad_weight", "reference"]
+__all__ = [
+    "FORMATS",
+    "backend_for",
+    "compress",
+    "compress_grid",
+    "formats",
+    "grad_both",
+    "grad_input",
+    "grad_weight",
+    "grad_weight_grid",
+    "reference",
+]
 
 
 def _check_matrix(op: str, **tensors: Tensor) -> None:
@@ -187,5 +199,5 @@ def _refuse_double_backward(ctx, *grads):
     )
 
 
-for _op in (compress, grad_input, grad_weight, grad_both):
+for _op in (compress, grad_input, grad_weight, grad_both, compress_grid, grad_weight_grid):
     _op.register_autograd(_refuse_double_backward)

@@ -11,7 +11,7 @@ from torch.utils.weak import TensorWeakRef
 
 from ..buffer import REMEMBERED
 from ..config import HOTConfig, Plan, byte_budget
-from .candidates import EXACT_INPUT, EXACT_KEPT, GRAD_INPUTS, KEPT
+from .candidates import EXACT_INPUT, EXACT_KEPT, GRAD_INPUTS
 from .choose import Layer, Pick, cheapest, exact_bytes, within_bytes
 from .probe import BudgetProbe
 from .sums import Score
@@ -101,7 +101,7 @@ def _measured(probe: BudgetProbe) -> Layer:
     sums = {}
     for name, needed, of, candidates in (
         ("inputs", probe.needs_input, probe.input_sums, GRAD_INPUTS),
-        ("kept", probe.needs_weight, probe.weight_sums, KEPT),
+        ("kept", probe.needs_weight, probe.weight_sums, probe.kept_candidates),
     ):
         scored = needed and of.seen
         sums[name] = {c: of.score(i, probe.recorded) for i, c in enumerate(candidates)} if scored else None

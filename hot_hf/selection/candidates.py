@@ -7,6 +7,7 @@ from math import log2
 
 from ..config import Plan
 from ..ops import FORMATS
+from ..ops.grid import fits, kept_rows
 from ..ops.reference import TOKEN_BLOCK, padded
 
 BLOCKS = (16, 32, 64, 128)
@@ -54,15 +55,17 @@ class GradInput:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of x, and with it how g_w is computed; ``block_size`` only where the format transforms features."""
+    """What is kept of x, and with it how g_w is computed; ``block_size`` only where the format transforms features,
+    ``grid`` (prefix, height, width) where tokens are images and low-pass in two dimensions."""
 
     activation_format: str
     rank: int = 8
     block_size: int | None = None
+    grid: tuple[int, int, int] | None = None
 
     @property
     def settings(self) -> dict:
-        changes = {"activation_format": self.activation_format, "rank": self.rank}
+        changes = {"activation_format": self.activation_format, "rank": self.rank, "token_grid": self.grid}
         return changes if self.block_size is None else {**changes, "block_size": self.block_size}
 
     def operations(self, shape: Shape) -> float:
@@ -72,11 +75,16 @@ class Kept:
         n, o, i = shape.tokens, shape.out_features, shape.in_features
         bits, outputs = FORMATS[self.activation_format].bits, o * i * MULTIPLY
         if self.activation_format.startswith("hla"):
-            rows = padded(n, TOKEN_BLOCK) // TOKEN_BLOCK * self.rank
+            rows = self._rows(n)
             return rows * o * i * bits * 8 + log2(TOKEN_BLOCK) * padded(n, TOKEN_BLOCK) * (i + o) * ADD + 2 * outputs
         columns = padded(i, self.block_size or 1)
         transform = log2(self.block_size or 1) * (n + o) * columns * ADD
         return n * o * columns * bits * 8 + transform + n * o * MULTIPLY + outputs
+
+    def _rows(self, tokens: int) -> int:
+        if fits(tokens, self.grid):
+            return kept_rows(tokens, self.grid, self.rank)
+        return padded(tokens, TOKEN_BLOCK) // TOKEN_BLOCK * self.rank
 
     def bytes(self, shape: Shape, per_feature: bool) -> int:
         """Of the packed form and its scales, as kept for one micro-batch."""
@@ -84,6 +92,8 @@ class Kept:
             return shape.tokens * shape.in_features * shape.element_size
         row, block = FORMATS[self.activation_format], self.block_size or 1
         rows, columns = row.packed_shape(shape.tokens, shape.in_features, self.rank, block)
+        if fits(shape.tokens, self.grid):
+            rows = self._rows(shape.tokens)
         scale_size = 8 if shape.element_size == 8 else 4
         return rows * columns + row.scale_size(shape.tokens, shape.in_features, per_feature) * scale_size
 
@@ -96,12 +106,13 @@ GRAD_INPUTS = tuple(
     for granularity in ("per_tensor", "per_token")
     for block in BLOCKS
 )
-KEPT = (
-    *(Kept("hla_int8", rank) for rank in (4, 8, 12)),
-    Kept("hla_int4", 8),
-    *(Kept("ht_int4", block_size=block) for block in BLOCKS),
-    Kept("int8"),
-)
+_LOW_RANK = (*(Kept("hla_int8", rank) for rank in (4, 8, 12)), Kept("hla_int4", 8))
+KEPT = (*_LOW_RANK, *(Kept("ht_int4", block_size=block) for block in BLOCKS), Kept("int8"))
+
+
+def kept_candidates(grid: tuple[int, int, int] | None) -> tuple[Kept, ...]:
+    """``KEPT``, and for image tokens the low-rank ones in two dimensions."""
+    return KEPT if grid is None else (*KEPT, *(replace(kept, grid=grid) for kept in _LOW_RANK))
 
 
 def combine(base: Plan, grad_input: GradInput | None, kept: Kept | None) -> Plan | None:

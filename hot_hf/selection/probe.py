@@ -11,9 +11,10 @@ from torch import Tensor
 from ..autograd import _exact_types, _grad_input, _grad_weight
 from ..buffer import compress
 from ..config import Plan
+from ..ops.grid import fits
 from ..ops.reference import TOKEN_BLOCK, compute_dtype, padded
 from ..rounding import layer_seed
-from .candidates import GRAD_INPUTS, KEPT, Shape
+from .candidates import GRAD_INPUTS, Shape, kept_candidates
 from .sums import ErrorSums, Sketch, project_features
 
 if TYPE_CHECKING:
@@ -33,7 +34,8 @@ class BudgetProbe:
         self.needs_input = self.needs_weight = False
         self.shape: Shape | None = None
         self.leader = name  # the first layer that reads the same tensor
-        self.input_sums, self.weight_sums = ErrorSums(len(GRAD_INPUTS)), ErrorSums(len(KEPT))
+        self.kept_candidates = kept_candidates(plan.token_grid)
+        self.input_sums, self.weight_sums = ErrorSums(len(GRAD_INPUTS)), ErrorSums(len(self.kept_candidates))
         budget.probes[name] = self
 
     def ready(self) -> Plan | None:
@@ -54,7 +56,7 @@ class BudgetProbe:
         self.leader = self.budget.first_reader(x, self.name) if weight.requires_grad else self.name
         with torch.no_grad():
             rows = x.detach().reshape(-1, x.shape[-1])
-            columns = project_features(sample(rows)) if x.requires_grad else None
+            columns = project_features(sample(rows, self.plan.token_grid)) if x.requires_grad else None
         kept = x.detach() if weight.requires_grad else None
         return _Watch.apply(y, kept, columns, weight, self, self.recorded)
 
@@ -63,13 +65,13 @@ class BudgetProbe:
         self._waiting = 0
         if weight.dim() != 2 or torch._C._functorch.is_functorch_wrapped_tensor(g):
             return  # weights that an engine has released
-        g = sample(g.reshape(-1, g.shape[-1]))
+        g = sample(g.reshape(-1, g.shape[-1]), self.plan.token_grid)
         seed = layer_seed(self.seed, self.name, turn)
         found = []
         if columns is not None:
             found.append((self.input_sums, *self._input_errors(g, weight, columns, seed)))
         if x is not None:
-            x = sample(x.reshape(-1, x.shape[-1]))
+            x = sample(x.reshape(-1, x.shape[-1]), self.plan.token_grid)
             found.append((self.weight_sums, *self._weight_errors(g, x, weight.shape, seed)))
         # A non-finite gradient (a GradScaler's overflow step) says nothing about the layer.
         if all(bool(norms.isfinite().all()) for _, norms, _ in found):
@@ -97,7 +99,7 @@ class BudgetProbe:
     def _weight_errors(self, g: Tensor, x: Tensor, shape: torch.Size, seed: int) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(g)
         summed = _Summed(g.to(dtype).t() @ x.to(dtype), Sketch(*shape, g.device))
-        for candidate in KEPT:
+        for candidate in self.kept_candidates:
             plan = replace(self.plan, **candidate.settings)
             packed, scale = compress(x, plan, seed, share=False)
             summed.add(_grad_weight(g, packed, scale, plan, seed, x.shape[1], dtype))
@@ -129,11 +131,15 @@ class _Summed:
         return norms, torch.stack(self.sketches).cpu()
 
 
-def sample(rows: Tensor) -> Tensor:
-    """At most MAX_TOKENS rows: whole blocks of 16 as the layer cuts them, spread evenly."""
+def sample(rows: Tensor, grid: tuple[int, int, int] | None = None) -> Tensor:
+    """At most MAX_TOKENS rows: whole blocks of 16 as the layer cuts them, spread evenly; the first whole images where
+    tokens are those of ``grid``, one at least."""
     tokens = rows.shape[0]
     if tokens <= MAX_TOKENS:
         return rows
+    if fits(tokens, grid):
+        image = grid[0] + grid[1] * grid[2]
+        return rows[: max(MAX_TOKENS // image, 1) * image]
     blocks, kept = padded(tokens, TOKEN_BLOCK) // TOKEN_BLOCK, MAX_TOKENS // TOKEN_BLOCK
     first = torch.arange(kept) * blocks // kept * TOKEN_BLOCK
     index = (first[:, None] + torch.arange(TOKEN_BLOCK)).flatten()

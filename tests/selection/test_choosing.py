@@ -208,3 +208,27 @@ def test_within_bytes_beats_every_uniform_plan():
         for form in forms:
             uniform = sum(x.kept[form].bound ** 2 + min(s.bound for s in x.inputs.values()) ** 2 for x in layers)
             assert loss <= uniform + 2 * worst
+
+
+def test_image_tokens_are_measured_in_two_dimensions():
+    """With a token grid the low-rank formats are measured both ways. Images that are smooth in both directions, with a
+    CLS token unlike them, take the two-dimensional one, and keep the bytes that it says."""
+    images, side = 40, 8
+    x = torch.randn(images, IN, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3).flatten(2).transpose(1, 2)
+    g = torch.randn(images, OUT, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3).flatten(2).transpose(1, 2)
+    x, g = (torch.cat((torch.randn(images, 1, t.shape[-1]), t + 0.02 * torch.randn_like(t)), 1) for t in (x, g))
+    layer = nn.Linear(IN, OUT)
+    config = HOTConfig(selection="budget", max_grad_error=0.15, lqs_batches=1, token_grid=[1, side, side])
+    apply_hot(layer, config)
+    layer(x.requires_grad_()).backward(g)
+    assert len(layer.hot.probe.kept_candidates) == len(KEPT) + 4
+    fix_selection(layer)
+    assert layer.hot.plan.activation_format.startswith("hla") and layer.hot.plan.token_grid == (1, side, side)
+    with SavedTensors(layer) as saved:
+        y = layer(x)
+    (choice,) = SelectedPlan.of(layer).layers.values()
+    assert saved.hot_bytes == choice.bytes
+    layer.weight.grad = None
+    y.backward(g)
+    exact = g.flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()
+    assert (layer.weight.grad.double() - exact).norm() <= 0.15 * exact.norm()
