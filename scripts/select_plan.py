@@ -132,6 +132,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=4, help="micro-batches that are measured (default: %(default)s)")
     parser.add_argument("--fresh", type=int, default=4, help="micro-batches of the check (default: %(default)s)")
     parser.add_argument("--warm-steps", type=int, default=0, help="exact steps before (a model from scratch)")
+    parser.add_argument("--token-grid", type=int, nargs=3, help="of HOTConfig: 1 2 2 for the demo's ViT")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
 
@@ -161,13 +162,19 @@ def main() -> None:
 
     train(args.warm_steps)
     config = HOTConfig(
-        selection="budget", max_grad_error=args.max_grad_error, max_bytes=args.max_bytes, lqs_batches=args.batches
+        selection="budget",
+        max_grad_error=args.max_grad_error,
+        max_bytes=args.max_bytes,
+        lqs_batches=args.batches,
+        token_grid=args.token_grid,
     )
     apply_hot(model, config)
     measuring = train(args.batches)
     fix_selection(model)
     plan = SelectedPlan.of(model)
-    name = f"{task.name}_{args.max_grad_error or args.max_bytes.replace('%', 'pct')}"
+    name = (
+        f"{task.name}_{args.max_grad_error or args.max_bytes.replace('%', 'pct')}{'_grid' if args.token_grid else ''}"
+    )
     plan.save(args.output / f"{name}.json")
     plot(plan, args.output / f"{name}.png")
     print(str(plan).split("layers:")[0].rsplit("\n", 1)[0])
@@ -223,7 +230,7 @@ def page(output: Path, rows: list[dict]) -> str:
         budget = ", ".join(f"`{k}={v!r}`" for k, v in plan.budget.items())
         of = [row for row in rows if row["plan"] == name]
         lines += [
-            f"## {name.split('_')[0]}, {budget}",
+            f"## {name.split('_')[0]}, {budget}{', with token_grid' if name.endswith('_grid') else ''}",
             "",
             f"[{name}.json]({name}.json), {len(plan.layers)} layers of {plan.model}, {plan.bytes / 2**20:.2f} of "
             f"{plan.exact_bytes / 2**20:.2f} MiB kept. A measured micro-batch took "
