@@ -85,11 +85,12 @@ class Budget:
         """
         layers = [_measured(p) for p in probes if p.recorded]
         layers = [layer for layer in layers if layer.inputs is not None or layer.kept is not None]
-        exact = exact_bytes(layers)
-        if self.max_error is not None:
+        if not layers:
+            picks = {}
+        elif self.max_error is not None:
             picks = cheapest(layers, self.max_error)
         else:
-            picks = within_bytes(layers, byte_budget(self.max_bytes, exact))
+            picks = within_bytes(layers, byte_budget(self.max_bytes, exact_bytes(layers)))
         recorded = {p.name: p.recorded for p in probes}
         self.choices = {p.name: Choice(p.plan) for p in probes}
         counted: set = set()

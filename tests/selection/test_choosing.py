@@ -152,6 +152,15 @@ def test_too_few_bytes():
         fix_selection(model)
 
 
+@pytest.mark.parametrize("budget", [{"max_bytes": "10%"}, {"max_grad_error": 0.1}])
+def test_nothing_was_measured(budget):
+    """Fixed before any backward, as an estimate of memory does: the configured plan everywhere."""
+    model = Differing()
+    config = HOTConfig(selection="budget", **budget)
+    apply_hot(model, config)
+    assert set(fix_selection(model).values()) == {config.plan()}
+
+
 def random_layer(name: str, leader: str) -> Layer:
     def scores(candidates):
         return {c: Score(random.uniform(0.01, 0.5), random.uniform(0.01, 0.5)) for c in candidates}
