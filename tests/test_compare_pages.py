@@ -116,8 +116,12 @@ def test_ablation_page_reads_the_rows(rows, tmp_path):
     ]
     ablation_page.write([*rows, *more], tmp_path)
     page = (tmp_path / "ablation.md").read_text().replace("\n  ", " ")
-    assert "more sensitive to g_w: approximating g_x alone adds +0.0010, g_w alone +0.0040" in page
+    assert "approximating g_x alone adds +0.0010 to the loss, g_w alone +0.0040: more for g_w, by one seed." in page
     assert "the costliest changes are HLA INT8 r=4 (+0.4980), no transform (+0.0980)" in page
     assert "| rank | HLA INT8 r=4 | 1 | 2.5000 | +0.5000 |  | 0.062 |" in page
     assert "MiniLM" not in page
+    for loss, verdict in ((3.004, "the loss is more sensitive to g_w"), (2.999, "2 seeds do not tell them apart")):
+        seeds = [row("code", "ablation-g_x-only", 1, 3.0008), row("code", "ablation-g_w-only", 1, loss)]
+        ablation_page.write([*rows, *more, *seeds], tmp_path)
+        assert verdict in (tmp_path / "ablation.md").read_text().replace("\n  ", " ")
     assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")

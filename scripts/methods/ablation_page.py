@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import textwrap
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 from fidelity.report import markdown
 
 from .registry import ABLATION, METHODS
-from .summary import Results, Row, joined
+from .summary import Results, Row, Spread, joined
 from .tasks import TASKS
 
 HEADER = """# Ablation: each ingredient in turn
@@ -59,11 +60,11 @@ def readings(results: Results, task: str) -> list[str]:
         ("ablation-g_x-int4-only", "ablation-g_w-hla-only", "the paper's bits and rank (INT4 against HLA r=8)"),
     ):
         a, b = (results.above(task, name, "held_out_loss") for name in (x, w))
-        if a and b:
-            first = "g_x" if a.mean > b.mean else "g_w"
+        difference = results.above(task, x, "held_out_loss", w)
+        if a and b and difference:
             said.append(
-                f"With {what} the loss is more sensitive to {first}: approximating g_x alone adds {a.mean:+.4f}, "
-                f"g_w alone {b.mean:+.4f}."
+                f"With {what} approximating g_x alone adds {a.mean:+.4f} to the loss, g_w alone {b.mean:+.4f}: "
+                + _verdict(difference)
             )
     changes = {m.name: results.above(task, m.name, "held_out_loss", "default") for m in ABLATION}
     changes = {m: d.mean for m, d in changes.items() if d is not None}
@@ -71,7 +72,29 @@ def readings(results: Results, task: str) -> list[str]:
         ranked = sorted(changes, key=changes.get, reverse=True)[:3]
         worst = [f"{METHODS[m].label} ({changes[m]:+.4f})" for m in ranked]
         said.append(f"Against the default, the costliest changes are {joined(worst)}.")
+        gone = [results.above(task, n, "held_out_loss", "default") for n in changes]
+        apart = sum(_told_apart(d) for d in gone)
+        if max(len(d.values) for d in gone) > 1:
+            said.append(
+                f"{apart} of the {len(changes)} changes differ from the default by more than twice the standard error "
+                "over seeds; the others are within what a seed does by itself."
+            )
     return said
+
+
+def _told_apart(difference: Spread) -> bool:
+    """Whether a mean over seeds is more than two standard errors from 0."""
+    n = len(difference.values)
+    return n > 1 and abs(difference.mean) > 2 * statistics.stdev(difference.values) / n**0.5
+
+
+def _verdict(difference: Spread) -> str:
+    more = "g_x" if difference.mean > 0 else "g_w"
+    if len(difference.values) == 1:
+        return f"more for {more}, by one seed."
+    if _told_apart(difference):
+        return f"the loss is more sensitive to {more}."
+    return f"{len(difference.values)} seeds do not tell them apart."
 
 
 def plot(results: Results, tasks: list[str], path: Path) -> None:

@@ -29,7 +29,7 @@ STAGES = (
     (("digits", "minilm", "llama"), ALL, OTHERS),
     (("code", "prose"), CORE, OTHERS),
     (("code-lora", "prose-lora"), CORE, OTHERS),
-    (("code",), ABLATED, FIRST),
+    (("code", "minilm"), ABLATED, FIRST),
     (("code", "prose"), ALL, OTHERS),
     (("code-lora", "prose-lora"), ALL, OTHERS),
 )
