@@ -4,8 +4,10 @@ import copy
 
 import pytest
 import torch
+import transformers
 from torch import nn
 
+import hot_hf
 from hot_hf import HOTConfig, HOTPatchError, apply_hot, remove_hot
 from hot_hf.layers import HOTMixin
 from hot_hf.memory import SavedTensors
@@ -114,6 +116,7 @@ def test_two_adapters_and_modules_to_save():
     model = tiny_bert(labels=64)  # a classifier wide enough to be patched
     model = lora(model, target_modules=["query", "value"], task_type="SEQ_CLS", modules_to_save=["classifier"])
     model.add_adapter("second", peft.LoraConfig(target_modules=["query"], r=4, init_lora_weights=False))
+    exact = twin(model)
     report = apply_hot(model, HOTConfig(lora=True))
     names = patched(model)
     assert any("modules_to_save" in n for n in names)
@@ -121,24 +124,33 @@ def test_two_adapters_and_modules_to_save():
     assert report.patched
     inputs = {"input_ids": torch.randint(97, (2, 9)), "labels": torch.tensor([1, 0])}
     for adapter in ("second", "default"):
-        model.set_adapter(adapter)
-        moved = {n.split(".lora_A.")[1].split(".")[0] for n in step(model, inputs)[1] if "lora_A" in n}
-        assert moved == {adapter}
+        model.set_adapter(adapter), exact.set_adapter(adapter)
+        (loss, got), (want_loss, want) = step(model, inputs), step(exact, inputs)
+        assert loss == want_loss and got.keys() == want.keys()
+        assert {n.split(".lora_A.")[1].split(".")[0] for n in got if "lora_A" in n} == {adapter}
+        assert all(relative_error(got[n], want[n]) < 0.3 for n in want if want[n].any())
+    assert any("modules_to_save.default" in n for n in got)
     with pytest.raises(HOTPatchError, match="query"):
         apply_hot(model, HOTConfig(exclude=["query"]))
     assert not any(n.endswith("query.base_layer") for n in apply_hot(model, HOTConfig(exclude=["*.query"])).patched)
 
 
-def test_dora():
+@pytest.mark.parametrize("first", ["LoRA", "HOT"])
+def test_dora(first, seed):
     """DoRA multiplies an identity matrix and reads the base weight: right, patched before or after."""
     base = tiny_llama(layers=1)
-    torch.manual_seed(3)
+    torch.manual_seed(seed)
     exact = lora(twin(base), use_dora=True)
-    model = twin(exact)
-    apply_hot(model, HOTConfig(lora=True))
+    config = HOTConfig(lora=True)
+    if first == "HOT":
+        apply_hot(base, config)
+    torch.manual_seed(seed)
+    model = lora(base, use_dora=True)
+    apply_hot(model, config)
     inputs = token_batch()
     (want_loss, want), (loss, got) = step(exact, inputs), step(model, inputs)
-    assert loss == want_loss
+    assert loss == want_loss and any("magnitude" in name for name in want)
+    assert got.keys() == want.keys()
     for name, gradient in want.items():
         assert relative_error(got[name], gradient) < 0.3, name
 
@@ -258,18 +270,30 @@ def test_qlora_on_the_cpu():
         assert relative_error(got[name], gradient) < 0.3, name
 
 
-def test_quantized_base_from_pretrained(tmp_path):
-    """bitsandbytes through from_pretrained: the error names the quantizer and the way on, and that way works."""
+@pytest.mark.parametrize("way", ["hot_hf", "transformers"])
+def test_quantized_base_from_pretrained(way, tmp_path):
+    """bitsandbytes through from_pretrained: the error names the quantizer and the way on, and that way works; a folder
+    of adapters on a quantized base is patched as it loads."""
     pytest.importorskip("bitsandbytes")
     from transformers import BitsAndBytesConfig
 
-    from hot_hf import AutoModelForCausalLM
-
-    tiny_llama(layers=1).save_pretrained(tmp_path)
+    if way == "transformers":
+        hot_hf.install()
+    auto = {"hot_hf": hot_hf, "transformers": transformers}[way].AutoModelForCausalLM
+    tiny_llama(layers=1).save_pretrained(tmp_path / "base")
     settings = {"quantization_config": BitsAndBytesConfig(load_in_4bit=True), "device_map": "cpu"}
-    with pytest.raises(HOTPatchError, match=r"quantized.*\n*.*HOTConfig\(lora=True\)"):
-        AutoModelForCausalLM.from_pretrained(tmp_path, hot_config="default", **settings)
-    model = lora(AutoModelForCausalLM.from_pretrained(tmp_path, **settings))
-    apply_hot(model, HOTConfig(lora=True))
-    assert len(patched(model)) == 3
-    assert torch.isfinite(step(model, token_batch())[0])
+    try:
+        with pytest.raises(HOTPatchError, match=r"quantized.*\n*.*HOTConfig\(lora=True\)"):
+            auto.from_pretrained(tmp_path / "base", hot_config="default", **settings)
+        model = lora(auto.from_pretrained(tmp_path / "base", **settings))
+        apply_hot(model, HOTConfig(lora=True))
+        assert len(patched(model)) == 3
+        assert torch.isfinite(step(model, token_batch())[0])
+        model.save_pretrained(tmp_path / "adapters")
+        again = auto.from_pretrained(tmp_path / "adapters", hot_config=HOTConfig(lora=True), **settings)
+    finally:
+        hot_hf.uninstall()
+    assert len(patched(again)) == 3 and all("lora_A" in name for name in patched(again))
+    inputs = token_batch()
+    with torch.no_grad():  # loaded adapters are frozen, and with gradients bitsandbytes multiplies in another way
+        assert torch.equal(again(**inputs).logits, model(**inputs).logits)
