@@ -1,0 +1,70 @@
+"""The documents say what the commands that they name print, and point at what is there."""
+
+import importlib.util
+import random
+import re
+from pathlib import Path
+
+import pytest
+import transformers
+
+from hot_hf import apply_hot
+from hot_hf.demo.models import small_vit
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "scripts/launch/README.md", *(ROOT / "docs").rglob("*.md")]
+
+
+def script(name: str):
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_and_paths_lead_somewhere(page):
+    """Relative links, and scripts, tests and notebooks that are named in the text."""
+    text = page.read_text()
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
+        assert (page.parent / target).exists(), target
+    for path in re.findall(r"\b(?:scripts|tests|notebooks)/[\w/]+\.(?:py|yaml|ipynb)", text):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_readme_shows_a_report_as_it_is_printed():
+    """The table of the README's first page is that of the demo's ViT under the default configuration."""
+    block = re.search(r"(?m)^    layer +count .*\n(?:    .*\n)+", (ROOT / "README.md").read_text())[0]
+    assert [line[4:].rstrip() for line in block.splitlines()] == str(apply_hot(small_vit())).splitlines()
+
+
+def test_the_readme_shows_the_three_ways_in():
+    text = (ROOT / "README.md").read_text()
+    for way in ("from_pretrained(name, hot_config=HOTConfig())", "hot_hf.install()", "callbacks=[HOTCallback()]"):
+        assert way in text
+    assert "apply_hot(model, HOTConfig())" in text and "remove_hot(model)" in text
+
+
+def test_every_case_is_named_by_a_test():
+    cases = re.findall(r"^- (C\d+) ", (ROOT / "docs/cases.md").read_text(), re.M)
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
+    assert len(cases) > 40
+    assert [case for case in cases if not re.search(rf"\b{case}\b", tests)] == []
+
+
+def test_coverage_page():
+    """Three rows, other ones each time, are what scripts/coverage_table.py writes."""
+    table = script("coverage_table")
+    page = (ROOT / "docs/results/coverage.md").read_text()
+    if f"with transformers {transformers.__version__}:" not in page:
+        pytest.skip("the page is of another transformers")
+    assert page.count("\n|") == len(table.MODELS) + 2
+    for name in random.sample(sorted(table.MODELS), 3):
+        assert table.row(name, table.MODELS[name]) in page
+
+
+def test_memory_per_rank(capsys, monkeypatch):
+    """The table of docs/distributed.md is what scripts/per_rank_memory.py prints."""
+    monkeypatch.setattr("sys.argv", ["per_rank_memory.py"])
+    script("per_rank_memory").main()
+    assert capsys.readouterr().out.strip() in (ROOT / "docs/distributed.md").read_text()
