@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from hot_hf import HOTConfig, apply_hot, fix_selection
+from tests.architectures import build
 from tests.models import grads, mlp, relative_error, tiny_llama, token_batch, twin
 
 # AOTAutograd decomposes float operations and sums them in another order: g differs in its last places, and an entry
@@ -178,6 +179,25 @@ def test_compiled_lora(dynamo):
         torch.compile(model, backend=backend, fullgraph=True), eager, [token_batch(length=n) for n in (16, 30)]
     )
     assert backend.frame_count == 2
+
+
+def test_compiled_conv1d(dynamo):
+    """GPT-2's Conv1D: one graph, gradients as eager's, in the weight's own layout."""
+    model = build("GPT-2").eval()
+    model.loss_type = "ForCausalLM"  # unset, transformers warns, which breaks the graph
+    apply_hot(model, HOTConfig())
+    eager, backend = twin(model), counting()
+    assert_same_gradients(torch.compile(model, backend=backend, fullgraph=True), eager, [token_batch()])
+    assert backend.frame_count == 1
+    assert all(p.grad.stride() == p.stride() for p in model.parameters())
+
+
+def test_compiled_experts(dynamo):
+    """Experts count their tokens on the host, which breaks the graph; the gradients stay eager's."""
+    model = build("Mixtral").eval()
+    apply_hot(model, HOTConfig())
+    eager = twin(model)
+    assert_same_gradients(torch.compile(model, backend="aot_eager"), eager, [token_batch(), token_batch()], close=0.01)
 
 
 def test_compiled_checkpointing(dynamo):
