@@ -123,8 +123,17 @@ STEPS = {
     "forward_share": "forward",
     "backward_share": "backward",
     "int8_share": "int8 product",
+    "replaced_share": "replaced by HOT",
 }
 NARROW = {"features": "in = out", "exact_ms": "exact ms", "ms": "HOT ms", "x_float32": "times exact"}
+
+
+def limit(row: dict[str, str]) -> str:
+    share = float(row["replaced_share"].rstrip("%")) / 100
+    return (
+        f"{row['model']}: a backward of these layers that cost nothing would make the {row['configuration']} step "
+        f"{1 / (1 - share):.2f} times as fast. The rest is the forward, the head, the loss, attention and AdamW.\n"
+    )
 
 
 def growth_plot(rows: list[dict[str, str]]) -> None:
@@ -178,8 +187,10 @@ def write_pages() -> None:
         parts += [
             "## Whole training steps\n",
             f"`python scripts/bench_step.py` on {where(steps)}. Forward, loss, backward, AdamW; one model and one "
-            "optimizer, patched and unpatched between samples. Shares are of the step.\n",
+            "optimizer, patched and unpatched between samples. Shares are of the step; *replaced by HOT* are the "
+            "products in the backward of the layers that HOT patches.\n",
             table(steps, STEPS) + "\n",
+            *[limit(r) for r in steps if r.get("replaced_share")],
         ]
     if growth:
         growth_plot(growth)

@@ -91,6 +91,21 @@ class ProductClock:
         torch._int_mm = self.original
 
 
+def products_in_backward(step: Callable[[], object], vocabulary: int) -> float:
+    """Seconds of one step in the float products of the backward, those of the output embedding left out: what HOT can
+    replace, and so the limit of what it can save."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as profiler:
+        step()
+    seconds = 0.0
+    for event in profiler.events():
+        if event.name in ("aten::mm", "aten::addmm") and not any(vocabulary in shape for shape in event.input_shapes):
+            parent = event.cpu_parent
+            while parent is not None and not parent.name.startswith(("MmBackward", "AddmmBackward")):
+                parent = parent.cpu_parent
+            seconds += event.cpu_time_total / 1e6 if parent is not None else 0.0
+    return seconds
+
+
 class Steps:
     """Takes one sample of a configuration and remembers its parts."""
 
@@ -142,6 +157,10 @@ def run(name: str, model: nn.Module, batch: dict[str, torch.Tensor], chosen: lis
         parts = zip(*steps.parts[configuration][1:], strict=True)  # the first is the warm-up
         for key, values in zip(("forward_share", "backward_share", "int8_share"), parts, strict=True):
             row[key] = f"{median(v / s for v, s in zip(values, samples, strict=True)):.0%}"
+        if CONFIGURATIONS[configuration] == Configuration():
+            vocabulary = getattr(model.config, "vocab_size", -1)
+            replaced = [products_in_backward(steps.sampler(configuration), vocabulary) for _ in range(3)]
+            row["replaced_share"] = f"{median(replaced) / median(samples):.0%}"
         rows.append(row)
         print(
             name, configuration, row["ms"], "ms", {k: v for k, v in row.items() if k.startswith("x_") or "share" in k}

@@ -44,8 +44,6 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 # int32 products are made and scaled in slices of at most this many bytes: shorter ones pack the right operand again too
 # often (4 MB: +20% time for 2048 x 4096 x 4096), longer ones leave the cache and the workspace (64 MB: +2%).
 SCRATCH_BYTES = 16 << 20
-# Results of at least this many bytes are written into huge pages where the system lets a program ask for them.
-HUGE_BYTES = 8 << 20
 
 
 def warm_up() -> bool:
@@ -272,8 +270,6 @@ def _product(
     height, width = a.shape[0], b.shape[1]
     b = _plain(b)
     out = torch.empty(height, columns, dtype=dtype)
-    if out.nbytes >= HUGE_BYTES:
-        kernels.hot_hf_huge_pages(out.data_ptr(), out.nbytes)
     a_scale = a_scale.contiguous()
     b_scale = None if b_scale is None else b_scale.contiguous()
     a_step = int(a_scale.numel() > 1)

@@ -33,7 +33,6 @@ SIGNATURES = {
         *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int, c_float),
         *(c_void_p, c_int, c_int64, c_int),
     ),
-    "hot_hf_huge_pages": (c_void_p, c_int64),
     "hot_hf_unpack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
 }
 

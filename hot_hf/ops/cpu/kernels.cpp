@@ -456,6 +456,18 @@ void quantize_columns(const Job& j, const float* row_scale, const int32_t* keep,
 
 // ---- epilogue: int32 to scaled output, transformed if asked -------------------------------------------------------
 
+// Fresh memory about to be written: one call for a range (14 ms of one thread for 50 MB) instead of a fault for each of
+// its 4 KB pages (19 ms). Huge pages would take fewer, but a virtual machine may have to fetch each from its host first:
+// the same backward took 43 ms or 117. Only whole pages inside the range, so nothing beyond it grows; Linux before 5.14
+// does not know the advice and refuses it.
+INLINE void populate(const void* first, int64_t bytes) {
+#ifdef __linux__
+    constexpr uintptr_t PAGE = 4096;
+    const uintptr_t from = ((uintptr_t)first + PAGE - 1) & ~(PAGE - 1), to = ((uintptr_t)first + bytes) & ~(PAGE - 1);
+    if (to > from) madvise((void*)from, to - from, 23 /* MADV_POPULATE_WRITE */);
+#endif
+}
+
 template <class T>
 void epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float* a, int64_t a_step, const float* b, int64_t b_step,
               int block, float factor, T* out, int64_t out_cols, int threads) {
@@ -464,8 +476,16 @@ void epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float* a, in
     {
         std::vector<float> buffer(block > LANES ? padded : 0);
         float* row = buffer.data();
+        // Half a megabyte at a time: the zeros are still in the thread's cache when they are written over. Of a 4096 x 768
+        // x 3072 backward it takes 5%. Smaller results come from memory that the allocator holds.
+        const int64_t row_bytes = out_cols * sizeof(T), ahead = std::max<int64_t>(1, (512 << 10) / row_bytes);
+        int64_t next = rows * row_bytes >= (4 << 20) ? 0 : rows;
 #pragma omp for schedule(static)
         for (int64_t r = 0; r < rows; r++) {
+            if (r >= next) {
+                populate(out + r * out_cols, std::min(ahead, rows - r) * row_bytes);
+                next = r + ahead;
+            }
             const int32_t* in = acc + r * cols;
             T* o = out + r * out_cols;
             const float s = a[r * a_step];
@@ -544,16 +564,6 @@ int hot_hf_epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float*
         case F16: epilogue(acc, rows, cols, a, a_step, b, b_step, block, factor, (f16*)out, out_cols, threads); return 0;
     }
     return 1;
-}
-
-// Ask for huge pages in fresh memory about to be written: one fault per 2 MB instead of 512. Only whole huge pages
-// inside the range, so nothing beyond it grows.
-int hot_hf_huge_pages(void* p, int64_t bytes) {
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-    const uintptr_t huge = 2u << 20, first = ((uintptr_t)p + huge - 1) & ~(huge - 1), last = ((uintptr_t)p + bytes) & ~(huge - 1);
-    if (last > first) madvise((void*)first, last - first, MADV_HUGEPAGE);
-#endif
-    return 0;
 }
 
 int hot_hf_unpack(const int8_t* packed, int64_t rows, int64_t pitch, int64_t cols, int8_t* q, int threads) {
