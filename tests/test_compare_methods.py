@@ -233,7 +233,7 @@ def test_one_command_resumes(tiny, tmp_path, capsys):
     assert "luq" in (listed := capsys.readouterr().out) and "1 runs, about" in listed
     assert len(call("--methods", "luq", "--max-minutes", "0")) == 3  # out of time before it began
     assert len(call("--report")) == 3
-    assert "| exact float32 |" in (tmp_path / "training.md").read_text()
+    assert "| `exact`: exact float32 |" in (tmp_path / "training.md").read_text()
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
 
 

@@ -95,10 +95,10 @@ def test_training_page_holds_tables_advice_and_plot(rows, tmp_path):
     page = (tmp_path / "training.md").read_text()
     for part in ("## Does it hold?", "## SmolLM2-135M, Python sources", "## When not to use HOT", "a machine, torch 2"):
         assert part in page
-    table = [r.strip("| ").split(" | ") for r in page.splitlines() if r.startswith("| exact float32")]
+    table = [r.strip("| ").split(" | ") for r in page.splitlines() if r.startswith("| `exact`")]
     assert [r[:3] for r in table] == [
-        ["exact float32", "1", "0.3000"],
-        ["exact float32", "2", "2.5000 (2.0000 to 3.0000)"],
+        ["`exact`: exact float32", "1", "0.3000"],
+        ["`exact`: exact float32", "2", "2.5000 (2.0000 to 3.0000)"],
     ]
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
     training_page.write([], tmp_path / "none")

@@ -48,7 +48,7 @@ def method_table(results: Results, task: str) -> str:
         within = results.within(task, name)
         lines.append(
             [
-                METHODS[name].label,
+                f"`{name}`: {METHODS[name].label}",
                 str(len(loss.values)),
                 loss.text(".4f"),
                 "" if name == "exact" or above is None else above.text("+.4f"),
@@ -89,7 +89,7 @@ def plot(results: Results, path: Path) -> None:
             ax.plot(
                 [sign * v for v in difference.values], [y] * len(difference.values), "o", color=colour, markersize=4
             )
-        ax.set_yticks(range(len(names)), [textwrap.fill(METHODS[n].label, 30) for n in names], fontsize=7)
+        ax.set_yticks(range(len(names)), names, fontsize=8)
         ax.invert_yaxis()
         bound = -100 * ACCURACY_BOUND if column == "held_out_accuracy" else LOSS_BOUND
         ax.axvline(bound, color="black", linewidth=0.8, linestyle=":")
