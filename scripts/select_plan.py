@@ -32,10 +32,9 @@ from hot_hf.selection import SelectedPlan
 from hot_hf.selection.plot import plot
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "plans"
-FIELDS = (
-    "plan", "what", "batches", "layer_grad_input", "layer_grad_weight", "layer_grad_weight_summed", "model_single",
-    "model_summed", "kept_bytes", "seconds_measuring", "seconds_exact", "torch",
-)  # fmt: skip
+ERRORS = ("layer_grad_input", "layer_grad_weight", "layer_grad_weight_summed", "model_single", "model_summed")
+TIMES = ("seconds_measuring", "seconds_exact")
+FIELDS = ("plan", "what", "batches", *ERRORS, "layers_over", "kept_bytes", *TIMES, "torch")
 
 
 class LayerErrors:
@@ -77,18 +76,15 @@ class LayerErrors:
             sums[1] += exact
         self._pending.clear()
 
-    def largest(self) -> dict[str, float]:
-        """Of all layers."""
+    def largest(self, budget: float) -> dict[str, float]:
+        """Of all layers, and how many of them have an error above ``budget``."""
         for handle in self._handles:
             handle.remove()
-        single = {what: max((e / r) ** 0.5 for (_, w), (e, r) in self.norms.items() if w == what)
-                  for what in ("grad_input", "grad_weight")}  # fmt: skip
-        summed = max((error.norm() / exact.norm()).item() for error, exact in self.sums.values())
-        return {
-            "layer_grad_input": single["grad_input"],
-            "layer_grad_weight": single["grad_weight"],
-            "layer_grad_weight_summed": summed,
-        }
+        errors = {key: (e / r) ** 0.5 for key, (e, r) in self.norms.items()}
+        errors |= {(n, "grad_weight_summed"): (e.norm() / x.norm()).item() for n, (e, x) in self.sums.items()}
+        kinds = ("grad_input", "grad_weight", "grad_weight_summed")
+        found = {f"layer_{kind}": max(e for (_, k), e in errors.items() if k == kind) for kind in kinds}
+        return {**found, "layers_over": len({name for (name, _), e in errors.items() if e > budget})}
 
 
 def backward(model: nn.Module, batch: dict) -> None:
@@ -96,9 +92,9 @@ def backward(model: nn.Module, batch: dict) -> None:
     model(**batch).loss.backward()
 
 
-def check(model: nn.Module, exact: list[dict[str, Tensor]], batches: list[dict], per_layer: bool) -> dict[str, float]:
-    """Errors of a patched model on ``batches``, whose exact gradients are given."""
-    layers = LayerErrors(model) if per_layer else None
+def check(model: nn.Module, exact: list[dict[str, Tensor]], batches: list[dict], budget: float | None) -> dict:
+    """Errors of a patched model on ``batches``, whose exact gradients are given; of its layers against a budget."""
+    layers = None if budget is None else LayerErrors(model)
     with SavedTensors(model) as saved:
         loss = model(**batches[0]).loss
     kept = saved.hot_bytes
@@ -117,7 +113,7 @@ def check(model: nn.Module, exact: list[dict[str, Tensor]], batches: list[dict],
     sums = [sum(t.norm().item() ** 2 for t in total.values())]
     sums.append(sum(sum(w[name] for w in exact).norm().item() ** 2 for name in total))
     return {
-        **(layers.largest() if layers is not None else {}),
+        **(layers.largest(budget) if layers is not None else {}),
         "model_single": (squares[0] / squares[1]) ** 0.5,
         "model_summed": (sums[0] / sums[1]) ** 0.5,
         "kept_bytes": kept,
@@ -191,7 +187,7 @@ def main() -> None:
     rows = []
     for what, of in configs.items():
         apply_hot(model, of)
-        found = check(model, exact, batches, per_layer=what == "the plan")
+        found = check(model, exact, batches, (args.max_grad_error or 1.0) if what == "the plan" else None)
         times = (measuring, seconds) if what == "the plan" else ("", "")
         rows.append({
             "plan": name, "what": what, "batches": len(batches), **found, "seconds_measuring": times[0],
@@ -221,8 +217,9 @@ def page(output: Path, rows: list[dict]) -> str:
         "",
         "Written by `scripts/select_plan.py`; how plans are selected is in [selection.md](../../selection.md). Errors",
         "are relative Frobenius norms, on the CPU. Columns of layers: the largest over all layers, of one gradient and",
-        "of the sum of g_w over the fresh micro-batches. Columns of the model: the gradient of all parameters against",
-        "that of exact training, of one micro-batch and of the sum; errors of g_x in layers above come on top there.",
+        "of the sum of g_w over the fresh micro-batches; and how many have one above the budget. Columns of the model:",
+        "the gradient of all parameters against that of exact training, of one micro-batch and of the sum; errors of",
+        "g_x in the layers above come on top there.",
         "",
     ]
     for name in dict.fromkeys(row["plan"] for row in rows):
@@ -246,12 +243,13 @@ def page(output: Path, rows: list[dict]) -> str:
             lines.append(f"| {count} | {bits} | `{kept}` |")
         lines += [
             "",
-            "| | fresh batches | layer g_x | layer g_w | layer g_w summed | model | model summed | MiB kept |",
-            "|---|---|---|---|---|---|---|---|",
+            "| | batches | layer g_x | layer g_w | layer g_w summed | layers over | model | model summed | MiB kept |",
+            "|---|---|---|---|---|---|---|---|---|",
         ]
         for row in of:
             cells = [row["what"], row["batches"]]
-            cells += [f"{float(row[k]):.3f}" if row.get(k) else "" for k in FIELDS[3:8]]
+            cells += [f"{float(row[k]):.3f}" if row.get(k) else "" for k in ERRORS]
+            cells.insert(5, row.get("layers_over") or "")
             lines.append("| " + " | ".join([*cells, f"{int(row['kept_bytes']) / 2**20:.2f}"]) + " |")
         lines.append("")
     return "\n".join(lines)

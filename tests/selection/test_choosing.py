@@ -13,7 +13,7 @@ from hot_hf.memory import SavedTensors
 from hot_hf.ops import compress
 from hot_hf.selection import SelectedPlan
 from hot_hf.selection.candidates import EXACT_KEPT, GRAD_INPUTS, KEPT, Shape
-from hot_hf.selection.choose import MARGIN, Layer, cheapest, exact_bytes, within_bytes
+from hot_hf.selection.choose import AS_CHEAP, MARGIN, Layer, cheapest, exact_bytes, within_bytes
 from hot_hf.selection.sums import Score
 from tests.models import tiny_llama, token_batch
 
@@ -84,7 +84,7 @@ def test_a_plan_obeys_its_budget(max_error):
     plans = fix_selection(model)
     assert all(m.hot.probe is None for m in model._modules.values())
     for name, errors in errors_on_fresh_data(model).items():
-        # The margin of 5% is for this; where few outliers carry a gradient, eight batches differ from four by more.
+        # The margin of 10% is for this; where few outliers carry a gradient, eight batches differ from four by more.
         assert max(errors) <= max_error * (1.2 if name == "outlier" else 1.0), (name, plans[name], errors)
     formats = {name: plan.activation_format for name, plan in plans.items()}
     bits = {name: plan.grad_input_bits for name, plan in plans.items()}
@@ -174,7 +174,7 @@ def random_layer(name: str, leader: str) -> Layer:
 
 def test_cheapest_of_all_combinations():
     """Readers of one tensor against trying everything: no admissible combination keeps fewer bytes, or as many with
-    fewer operations; every error is within the budget."""
+    clearly fewer operations; every error is within the budget."""
     from hot_hf.selection.candidates import EXACT_INPUT, combine
 
     for _ in range(20):
@@ -195,7 +195,7 @@ def test_cheapest_of_all_combinations():
 
         best = min(cost(pairs) for pairs in itertools.product(*map(admissible, layers)))
         chosen = [(picks[layer.name].grad_input, picks[layer.name].kept) for layer in layers]
-        assert cost(chosen) == best
+        assert cost(chosen)[0] == best[0] and best[1] <= cost(chosen)[1] <= AS_CHEAP**2 * best[1]
         assert all(pair in admissible(layer) for pair, layer in zip(chosen, layers, strict=True))
 
 
