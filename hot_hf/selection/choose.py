@@ -12,8 +12,8 @@ from .sums import Score
 # Of the budget, for what was measured: the error of a sum is known to 2% (sums.SKETCH), and later micro-batches differ.
 # With 5% the worst of 210 layers came to 1.09 (single) and 1.13 (summed) of the budget on fresh text.
 MARGIN = 0.9
-# Operations that differ by less are as cheap: the most exact wins. A scale per token costs a layer 1 to 6% more than one
-# per tensor and divides the error of its g_x by four; without this SmolLM2's gradient came out worse than by default.
+# Operations that differ by less are as cheap: the most exact wins. A scale per token costs a layer 1 to 6% more than
+# one per tensor and divides the error of its g_x by four; without this SmolLM2's gradient was worse than by default.
 AS_CHEAP = 1.1
 
 
