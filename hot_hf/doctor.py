@@ -1,4 +1,5 @@
 """``hot-hf doctor``: what this machine has, which backend serves each device, and whether its results are right.
+With ``--tune`` also from which width on it is fast.
 
 Every operator runs on small random tensors on every device, and is compared with the reference on the CPU: the packed
 integers must be equal, the gradients too, up to the rounding of their last products.
@@ -14,7 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from . import ops
+from . import ops, tune
+from .config import HOTConfig
 from .ops import FORMATS, backends, formats, reference
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft")
@@ -24,6 +26,14 @@ TOLERANCE = 4 * 2.0**-24
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--device", help="check only this device, for example cuda:1 (default: the CPU and all others)")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="also measure from which layer width on HOT is faster here, for min_features",
+    )
+    parser.add_argument("--preset", default="default", help="with --tune: the configuration (default: default)")
+    parser.add_argument("--tokens", type=int, default=2048, help="with --tune: rows of a layer's input (default: 2048)")
+    parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16", "float16"), help="with --tune")
 
 
 def devices() -> list[torch.device]:
@@ -129,4 +139,12 @@ def run(args: argparse.Namespace) -> int:
     if len(chosen) == 1 and not args.device:
         print("\nno accelerator: the Triton kernels are not used on this machine")
     print(f"\n{bad} operators give wrong results" if bad else "\nall operators agree with the reference")
+    if args.tune:
+        if args.tokens < 1:
+            raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
+        config = HOTConfig.from_preset(args.preset)
+        for device in chosen:
+            timings = tune.measure_widths(config, args.tokens, getattr(torch, args.dtype), device)
+            title = f"{device}: forward and backward of one layer, {args.tokens:,} tokens, {args.dtype}, {args.preset}"
+            print("\n" + tune.report(timings, title))
     return 1 if bad else 0

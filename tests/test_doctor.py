@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hot_hf import cli, doctor, ops
+from hot_hf import apply_hot, cli, doctor, ops, tune
 from hot_hf.ops import cpu
 
 
@@ -80,3 +80,37 @@ def test_every_operator_and_format_is_checked():
         assert all(f"{op} {fmt}" in names for fmt in ops.FORMATS)
     assert all(f"grad_input INT{bits} {scales}" in names for bits in (4, 8) for scales in ("per_token", "per_tensor"))
     assert set(doctor.EXPECTED) == {ops.compress, ops.grad_input, ops.grad_weight, ops.grad_both}
+
+
+def timing(width: int, ratio: float) -> tune.Timing:
+    return tune.Timing(width, exact=ratio, hot=1.0, ratio=ratio)
+
+
+def test_the_crossover_is_the_width_from_which_on_hot_was_never_slower():
+    assert (
+        tune.crossover([timing(64, 0.4), timing(128, 1.1), timing(256, 0.9), timing(512, 1.0), timing(1024, 2)]) == 512
+    )
+    assert tune.crossover([timing(64, 1.2), timing(128, 1.3)]) == 64
+    assert tune.crossover([timing(64, 1.2), timing(128, 0.9)]) is None
+    assert "for memory" in tune.report([timing(64, 0.9)], "")
+
+
+def test_tune_times_patched_layers_and_names_the_setting(monkeypatch, capsys):
+    monkeypatch.setattr(tune, "ROUNDS", 2)
+    patched = []
+    monkeypatch.setattr(
+        tune, "apply_hot", lambda layer, config: patched.append(layer.in_features) or real(layer, config)
+    )
+    real = apply_hot
+    assert cli.main(["doctor", "--device", "cpu", "--tune", "--tokens", "32", "--preset", "paper"]) == 0
+    out = capsys.readouterr().out
+    assert patched == list(tune.WIDTHS)
+    assert "32 tokens, float32, paper" in out
+    assert "HOTConfig(min_features=" in out or "for memory, not for speed" in out
+
+
+def test_tune_with_a_wrong_preset_or_number_is_a_message(capsys):
+    assert cli.main(["doctor", "--device", "cpu", "--tune", "--preset", "quick"]) == 2
+    assert "'quick'" in capsys.readouterr().err
+    assert cli.main(["doctor", "--device", "cpu", "--tune", "--tokens", "0"]) == 2
+    assert "--tokens" in capsys.readouterr().err
