@@ -160,8 +160,8 @@ class HOTConfig:
         default=64,
         metadata={
             "help": "Layers with fewer input or output features stay exact: they keep little, and at this width a CPU "
-            "takes 2.5 times as long with HOT. It gains from 512 on (docs/results/narrow.md): raise it for speed alone; "
-            "hot-hf doctor --tune measures your machine."
+            "takes 2.5 times as long with HOT. It gains from 512 on (docs/results/narrow.md): raise it for speed "
+            "alone; hot-hf doctor --tune measures your machine."
         },
     )
     linear_classes: list[str] = field(

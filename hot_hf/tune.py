@@ -65,7 +65,8 @@ def measure_widths(
         exact, hot = _layer(width, device, dtype, None), _layer(width, device, dtype, config)
         x = torch.randn(tokens, width, device=device, dtype=dtype, requires_grad=True)
         g = torch.randn(tokens, width, device=device, dtype=dtype)
-        pairs = [(_seconds(exact, x, g), _seconds(hot, x, g)) for _ in range((rounds or ROUNDS) + 1)][1:]  # the first warms up
+        pairs = [(_seconds(exact, x, g), _seconds(hot, x, g)) for _ in range((rounds or ROUNDS) + 1)]
+        del pairs[0]  # warms up
         exact_times, hot_times = zip(*pairs, strict=True)
         timings.append(Timing(width, median(exact_times), median(hot_times), median(e / h for e, h in pairs)))
     return timings
