@@ -153,7 +153,9 @@ def test_patching_placeholders_of_other_kinds(name):
 def test_deepspeed(tmp_path, seed):
     """DeepSpeed's own ZeRO-3 on two ranks: gradients are the average of what each rank computes alone."""
     outcome = launch("zero3_worker", tmp_path, seed, DS_ACCELERATOR="cpu")
-    for found in outcome.of("three_steps"):
+    kinds = [found for by_name in outcome.of("conv1d_and_experts") for found in by_name.values()]
+    assert len(kinds) == 4 and not any(found["views"] for found in kinds)
+    for found in (*outcome.of("three_steps"), *kinds):
         assert found["placeholders"] > 0
         # The partitioned buffers are aligned otherwise, float32 sums differ in the last place, and one INT8 value that
         # rounds the other way is 1/127 of the largest entry at most.
