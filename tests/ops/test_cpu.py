@@ -255,3 +255,17 @@ def test_workspace_is_bounded():
     kept = [workspace.temporary(1 << 10, (4 << 10) + i) for i in range(64)]
     assert len({t.data_ptr() for t in kept}) == 64
     assert sum(b.numel() for b in workspace._pool.buffers) <= workspace.POOL_BYTES
+
+
+def test_results_beyond_the_allocators_own_memory():
+    """Their pages are asked for ahead of the writes, in chunks that end inside a page and inside a row's neighbours."""
+    a, b = (
+        torch.randint(-127, 128, (1501, 16), dtype=torch.int8),
+        torch.randint(-127, 128, (16, 1009), dtype=torch.int8),
+    )
+    a_scale, b_scale = torch.rand(1501), torch.rand(1009)
+    for dtype in (torch.float32, torch.bfloat16):  # 6.1 and 3.0 MB: on both sides of the 4 MB from which it is done
+        before = torch.full((4, 1 << 20), 7.0)  # neighbours in memory must stay as they are
+        expected = reference.scaled_product(a, b, a_scale, b_scale, dtype)
+        assert same(cpu.scaled_product(a, b, a_scale, b_scale, dtype), expected)
+        assert (before == 7.0).all()

@@ -1,8 +1,8 @@
 """The CPU backend: int8 products of torch (oneDNN: AVX-512 VNNI, AMX) between fused quantizers and epilogues.
 
-Integers equal the reference bit for bit. The fused parts are ``kernels.cpp``, compiled with the machine's own C++
-compiler at the first use (about 3 s, kept in the user's cache directory); without a compiler, for float64 and for empty
-tensors the reference computes.
+Integers equal the reference bit for bit. The fused parts, ``kernels.cpp`` and its headers, are compiled with the
+machine's own C++ compiler at the first use (about 3 s, kept in the user's cache directory); without a compiler, for
+float64 and for empty tensors the reference computes.
 
 Compiled C++ rather than torch.compile: no recompilation by shape or rounding, and nothing nested when an operator runs
 inside someone else's torch.compile. In one run on a busy machine (``scripts/bench_ops.py quantizers``,

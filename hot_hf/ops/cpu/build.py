@@ -18,6 +18,7 @@ from pathlib import Path
 logger = logging.getLogger("hot_hf")
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+HEADERS = [SOURCE.with_name(name) for name in ("epilogue.h", "quantize.h", "vectors.h")]
 # -ffp-contract=off: a fused multiply-add would change integers. -O3 takes twice as long to compile and is no faster.
 FLAGS = ("-O2", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINK = ("-std=c++17", "-fPIC", "-shared", "-w")
@@ -108,7 +109,8 @@ def _build_and_open() -> ctypes.CDLL:
         raise _Unavailable("no C++ compiler: install g++ or clang++, or set CXX")
     try:
         version = subprocess.run([cxx, "--version"], capture_output=True, text=True, timeout=60).stdout
-        parts = (SOURCE.read_text(), version, platform.machine(), _cpu_flags(), *FLAGS, *LINK)
+        sources = (path.read_text() for path in (SOURCE, *HEADERS))
+        parts = (*sources, version, platform.machine(), _cpu_flags(), *FLAGS, *LINK)
         name = f"cpu-{hashlib.sha256(chr(0).join(parts).encode()).hexdigest()[:24]}.so"
         path = _writable_cache() / name
         if not path.exists():
