@@ -52,6 +52,30 @@ def test_the_page_says_that_nothing_was_measured(tmp_path):
     assert "Not measured: no GPU was at hand" in (tmp_path / "gpu.md").read_text()
 
 
+def test_goals_are_judged_layer_by_layer(tmp_path):
+    """Speedups against the same layer's bfloat16, shares of the copy bandwidth for the quantizers alone."""
+    bench = load("bench_gpu")
+
+    def linear(layer, variant, backward, step):
+        return {"layer": layer, "variant": variant, "backward_ms": backward, "step_ms": step, "peak_bytes": 0}
+
+    def kernel(step, share):
+        return {"layer": "a", "config": "fast", "step": step, "ms": 1.0, "share": share, "bound": "memory"}
+
+    result = {
+        "linear": [
+            *(linear("a", *row) for row in (("bfloat16", 8.0, 12.0), ("float32", 1.0, 1.0), ("hot fast", 4.0, 10.0))),
+            *(linear("b", *row) for row in (("bfloat16", 3.0, 4.0), ("hot fast", 2.0, 3.0))),
+        ],
+        "kernels": [kernel(*row) for row in (("x", 0.9), ("g", 0.7), ("W", 0.6), ("grad_input", 0.1))],
+    }
+    assert bench.goals(result)[2:] == [
+        "| backward at least 1.6 | fast | 1.50 | 2.00 | 1 of 2 |",
+        "| forward + backward at least 1.3 | fast | 1.20 | 1.33 | 1 of 2 |",
+        "| quantizers at least 0.7 | fast | 0.60 | 0.90 | 2 of 3 |",
+    ]
+
+
 @pytest.mark.parametrize("fmt", ops.FORMATS)
 @pytest.mark.parametrize("bits", (4, 8))
 def test_roofline_counts_the_bytes_of_real_tensors(fmt, bits):
