@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from hot_hf import HOTConfig, HOTPatchError, apply_hot, remove_hot
 from hot_hf.memory import SavedTensors
+from tests.architectures import build
 from tests.models import tiny_llama, token_batch
 
 from .launch_files import environment
@@ -132,29 +133,68 @@ def lora(seed):
     return three_steps_match(fully_shard(model), single, seed)
 
 
+def other_kind(name, seed):
+    """(patched model, its blocks, a layer inside one, a copy for one process); without dropout."""
+    torch.manual_seed(seed)
+    model = build(name).eval()
+    apply_hot(model, HOTConfig())
+    blocks = model.transformer.h if name == "GPT-2" else model.model.layers
+    return model, blocks, blocks[0].mlp.c_proj if name == "GPT-2" else blocks[0].mlp.experts, copy.deepcopy(model)
+
+
+@scenario
+def conv1d_and_experts(seed):
+    """Layers that compute with a view of their weight: GPT-2's Conv1D and Mixtral's experts."""
+    found = {}
+    for name in ("GPT-2", "Mixtral"):
+        model, blocks, _, single = other_kind(name, seed)
+        for block in blocks:
+            fully_shard(block)
+        found[name] = three_steps_match(fully_shard(model), single, seed)
+    return found
+
+
 @scenario
 def nothing_gathered_stays(seed):
     """What the forward leaves alive is what one process keeps beside its parameters: no gathered weight, no copy.
 
-    Autograd holds the Parameter itself, whose storage FSDP empties after the forward and fills before the backward.
+    Autograd holds the Parameter itself, or a view of it, whose storage FSDP empties after the forward and fills before
+    the backward.
     """
-    model, single = patched_pair(seed)
+    found = {}
     # With reshard_after_forward=None the root group would stay gathered until the backward, as FSDP2 means it.
-    sharded = shard(model, reshard_after_forward=True)
+    for name, per_linear in (("Llama", False), ("Llama", True), ("GPT-2", False), ("Mixtral", False)):
+        if name == "Llama":
+            model, single = patched_pair(seed)
+            inside = model.model.layers[1].mlp.down_proj
+            for layer in (m for m in single.modules() if hasattr(m, "hot")):
+                layer.hot.share = not per_linear  # FSDP2 hands each layer that it wraps an alias of its own
+            sharded = shard(model, per_linear, reshard_after_forward=True)
+        else:
+            model, blocks, inside, single = other_kind(name, seed)
+            for block in blocks:
+                fully_shard(block, reshard_after_forward=True)
+            sharded = fully_shard(model, reshard_after_forward=True)
+        found[f"{name}, {'each linear layer' if per_linear else 'blocks'}"] = bytes_alive(sharded, inside, single)
+    return found
+
+
+def bytes_alive(sharded, inside, single) -> dict[str, int]:
+    """Bytes that autograd holds after a layer inside a block, after the whole forward, and on one process."""
     batch, storages, in_forward = token_batch(), {}, []
 
     def record(t):
         storages[t.untyped_storage()._cdata] = t.untyped_storage()
         return t
 
-    def bytes_alive():
+    def now():
         return sum(s.nbytes() for s in storages.values())
 
-    block = model.model.layers[1]
-    block.mlp.down_proj.register_forward_hook(lambda *_: in_forward.append(bytes_alive()))
+    # Before the layer's own hooks, which empty it where it is sharded by itself.
+    inside.register_forward_hook(lambda *_: in_forward.append(now()), prepend=True)
     with torch.autograd.graph.saved_tensors_hooks(record, lambda t: t):
         loss = sharded(**batch).loss
-    after = bytes_alive()
+    after = now()
     with SavedTensors(single) as saved:
         single(**batch)
     loss.backward()

@@ -14,6 +14,7 @@ pytestmark = [pytest.mark.xdist_group("fsdp"), pytest.mark.timeout(400)]
         "mixed_precision",
         "accumulation",
         "lora",
+        "conv1d_and_experts",
         "compiled_blocks",
         "save_and_reload",
         "accelerate_configuration",
@@ -26,9 +27,12 @@ def test_as_one_process(outcome, name):
 
 def test_nothing_gathered_stays(outcome):
     """What two ranks keep for the backward is what one process keeps beside its parameters, byte for byte."""
-    for found in outcome.of("nothing_gathered_stays"):
-        assert found["after"] == found["one process"] > 0
-        assert found["in the forward"] > found["after"]  # the measure sees gathered weights while they are there
+    for cases in outcome.of("nothing_gathered_stays"):
+        assert len(cases) == 4
+        for name, found in cases.items():
+            assert found["after"] == found["one process"] > 0, name
+            # The measure sees gathered weights while they are there.
+            assert found["in the forward"] > found["after"] or "each linear layer" in name, name
 
 
 def test_patching_adds_nothing_to_flatten(outcome):
