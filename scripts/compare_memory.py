@@ -255,6 +255,7 @@ def page() -> None:
         "saves for the backward, each storage once, counted by saved-tensor hooks. Without loss: less what logits and "
         "loss keep. Resident: the growth of the process's peak in its first step, with gradients, optimizer state and "
         "everything temporary. Seconds: CPU time of the median step after the first: forward, backward, optimizer. "
+        "Rows without a loss ran three steps. "
         "What the numbers mean is in [memory.md](../memory.md).",
         "",
         "![bytes kept](memory.png)",
