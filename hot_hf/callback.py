@@ -94,6 +94,12 @@ class HOTCallback(TrainerCallback, ExportableState):
             logger.warning("HOTCallback: the model is patched already and keeps its configuration, not the callback's.")
         self._restore_selection(state, model)
         self._measured = [layer for layer in hot_layers(model) if layer.hot.probe is not None]
+        if args.n_gpu > 1:
+            logger.warning(
+                f"HOTCallback: one process drives {args.n_gpu} GPUs: Trainer wraps the model in nn.DataParallel, whose "
+                "threads share every layer's state; selection and stochastic rounding are untested there. Start one "
+                "process per GPU instead, with torchrun or accelerate launch (scripts/launch)."
+            )
         # Resuming from a checkpoint that was written without this callback: the next save looks it up by name.
         state.stateful_callbacks.setdefault(type(self).__name__, self.state())
         if args.report_to and state.is_world_process_zero:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from hot_hf import HOTCallback, HOTConfig, apply_hot, compiling
+from hot_hf import HOTCallback, HOTConfig, apply_hot, callback, compiling
 from hot_hf.memory import SavedTensors
 from hot_hf.monitor import GradientErrors, KeptMeter, NonFiniteGradients
 from hot_hf.patching import config_of
@@ -49,12 +49,28 @@ def test_patches_at_the_start_and_keeps_identities(tmp_path):
     assert losses(run)[-1] < 0.8 * losses(run)[0]
 
 
-def test_a_patched_model_keeps_its_configuration(tmp_path, caplog):
+@pytest.fixture
+def warnings(monkeypatch) -> list[str]:
+    seen: list[str] = []
+    monkeypatch.setattr(callback.logger, "warning", seen.append)
+    return seen
+
+
+def test_a_patched_model_keeps_its_configuration(tmp_path, warnings):
     """Patched by hand or by from_pretrained: the callback leaves it, and warns where it was told otherwise."""
     model = tiny_llama()
     apply_hot(model, HOTConfig.fast())
     trainer(model, rows(4), tmp_path, [HOTCallback("smallest")], max_steps=1).train()
     assert config_of(model) == HOTConfig.fast()
+    assert len(warnings) == 1 and "keeps its configuration" in warnings[0]
+
+
+def test_data_parallel_threads_are_warned_of(tmp_path, warnings):
+    run = trainer(tiny_llama(), rows(4), tmp_path, [])
+    for gpus in (1, 4):
+        run.args._n_gpu = gpus
+        HOTCallback().on_train_begin(run.args, run.state, run.control, model=run.model)
+    assert len(warnings) == 1 and "4 GPUs" in warnings[0] and "torchrun" in warnings[0]
 
 
 @pytest.mark.parametrize("restore", [False, True])
