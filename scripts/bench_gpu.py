@@ -31,6 +31,7 @@ from hot_hf import HOTConfig, doctor, ops
 
 sys.path.insert(0, str(Path(__file__).parent))
 import roofline
+from bench_page import torchao_int8
 
 PAGE = Path(__file__).parents[1] / "docs" / "results" / "gpu.md"
 GOALS = {"backward": 1.6, "forward + backward": 1.3, "quantizers": 0.7}
@@ -218,22 +219,6 @@ def time_linear(bench: Bench, layer: nn.Linear, n: int, dtype: torch.dtype) -> d
         "step_ms": bench.milliseconds(bench.turns(step, xs, gs)),
         "peak_bytes": bench.peak(lambda: step(xs[0], gs[0])),
     }
-
-
-def torchao_int8() -> Callable | None:
-    """torchao's int8 mixed-precision training of a linear layer, or None."""
-    try:
-        from torchao import quantize_
-        from torchao.prototype.quantized_training import int8_mixed_precision_training
-    except ImportError:
-        return None
-
-    def change(layer):
-        holder = nn.Sequential(layer)
-        quantize_(holder, int8_mixed_precision_training())
-        return holder[0]
-
-    return change
 
 
 def llama_step(bench: Bench) -> list[dict]:

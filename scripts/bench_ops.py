@@ -22,7 +22,7 @@ from functools import partial
 from statistics import median
 
 import torch
-from bench_page import RESULTS, append, interleaved, machine, summary, timed, write_pages
+from bench_page import RESULTS, append, interleaved, machine, summary, timed, torchao_int8, write_pages
 from torch import nn
 
 from hot_hf import HOTConfig, apply_hot, buffer
@@ -39,6 +39,7 @@ LAYERS = {  # name: (tokens, out_features, in_features)
     "SmolLM2 down, 4x256": (1024, 576, 1536),
     "Llama-3-8B gate/up": (1024, 14336, 4096),
 }
+TORCHAO = "torchao int8"  # its forward is in int8 too; nothing is compressed
 PRESETS: dict[str, Callable[[], HOTConfig]] = {
     "default": HOTConfig,
     "fast": HOTConfig.fast,
@@ -56,6 +57,14 @@ def preset(name: str) -> HOTConfig:
     return config
 
 
+Change = Callable[[nn.Module], nn.Module]
+
+
+def patched(hot: str, layer: nn.Module) -> nn.Module:
+    apply_hot(layer, preset(hot))
+    return layer
+
+
 @dataclass
 class Contender:
     """One layer and its tensors; every sample starts without gradients."""
@@ -65,11 +74,9 @@ class Contender:
     g: torch.Tensor
 
     @classmethod
-    def make(cls, shape: tuple[int, int, int], dtype: torch.dtype, hot: str | None) -> Contender:
+    def make(cls, shape: tuple[int, int, int], dtype: torch.dtype, change: Change = lambda layer: layer) -> Contender:
         tokens, out_features, in_features = shape
-        layer = nn.Linear(in_features, out_features, dtype=dtype)
-        if hot is not None:
-            apply_hot(layer, preset(hot))
+        layer = change(nn.Linear(in_features, out_features, dtype=dtype))
         x = torch.randn(tokens, in_features).to(dtype).requires_grad_()
         return cls(layer, x, torch.randn(tokens, out_features).to(dtype))
 
@@ -113,11 +120,13 @@ def int8_product(shape: tuple[int, int, int], hot: str) -> Callable[[], float]:
 
 def compare(shape: tuple[int, int, int], hots: list[str], rounds: int) -> tuple[dict, dict]:
     """Samples by contender and measure, and the int8 products' by preset."""
-    contenders = {"float32": Contender.make(shape, torch.float32, None)}
-    contenders["bfloat16"] = Contender.make(shape, torch.bfloat16, None)
-    for hot in hots:
-        contenders[f"HOT {hot}"] = Contender.make(shape, torch.float32, hot)
-        contenders[f"HOT {hot}, bf16"] = Contender.make(shape, torch.bfloat16, hot)
+    contenders = {"float32": Contender.make(shape, torch.float32), "bfloat16": Contender.make(shape, torch.bfloat16)}
+    changes = {f"HOT {hot}": partial(patched, hot) for hot in hots}
+    if (torchao := torchao_int8()) is not None:
+        changes[TORCHAO] = torchao
+    for name, change in changes.items():
+        contenders[name] = Contender.make(shape, torch.float32, change)
+        contenders[f"{name}, bf16"] = Contender.make(shape, torch.bfloat16, change)
     seen: dict[str, list[dict[str, float]]] = {name: [] for name in contenders}
 
     def sampler(name: str) -> Callable[[], float]:

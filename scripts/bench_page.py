@@ -15,6 +15,7 @@ from pathlib import Path
 from statistics import median, quantiles
 
 import torch
+from torch import nn
 
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
@@ -64,6 +65,22 @@ def summary(samples: list[float], against: dict[str, list[float]]) -> dict[str, 
         ratios = [b / s for b, s in zip(baseline, samples, strict=True)]
         row[f"x_{name}"] = f"{median(ratios):.3g}"
     return row
+
+
+def torchao_int8() -> Callable[[nn.Module], nn.Module] | None:
+    """torchao's int8 mixed-precision training of a linear layer, or None where torchao is not installed."""
+    try:
+        from torchao import quantize_
+        from torchao.prototype.quantized_training import int8_mixed_precision_training
+    except ImportError:
+        return None
+
+    def change(layer):
+        holder = nn.Sequential(layer)
+        quantize_(holder, int8_mixed_precision_training())
+        return holder[0]
+
+    return change
 
 
 def append(path: Path, rows: list[dict[str, str]]) -> None:
@@ -174,11 +191,14 @@ def write_pages() -> None:
         "machine: its ratios are not those of an idle one.\n",
     ]
     if ops:
+        torchao = any(r["configuration"].startswith("torchao") for r in ops)
         bar = [r for r in ops if r["what"] == "backward + compression"]
         rest = [r for r in ops if r["what"] != "backward + compression"]
         parts += [
             "## One linear layer: backward with the forward's compression\n",
-            f"`python scripts/bench_ops.py layers` on {where(ops)}. Those named `bf16` have bfloat16 tensors.\n",
+            f"`python scripts/bench_ops.py layers` on {where(ops)}. Those named `bf16` have bfloat16 tensors."
+            + (" *torchao int8* is its int8_mixed_precision_training: the forward is quantized too." if torchao else "")
+            + "\n",
             table(bar, OPS) + "\n",
             "## One linear layer: forward, and both together\n",
             table(rest, OPS) + "\n",
