@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 from fidelity.store import Store, key_of
-from methods import ablation_page, plan, rows, terms, training_page
+from methods import ablation_page, plan, rows, shared, terms, training_page
 from methods.registry import METHODS
 from methods.tasks import TASKS
 from tqdm import tqdm
@@ -42,7 +42,9 @@ def names_of(chosen: list[str]) -> list[str]:
 def expected_minutes(store: Store, run: plan.Run) -> float | None:
     """The median of this task's finished runs with their full steps."""
     found = [
-        float(r["minutes"]) for r in store.rows if r["task"] == run.task and int(r["steps"]) == TASKS[run.task].steps
+        float(r["minutes"])
+        for r in store.rows
+        if r["task"] == run.task and int(r["steps"]) == TASKS[run.task].steps and r["minutes"]
     ]
     return statistics.median(found) if found else None
 
@@ -106,7 +108,10 @@ def main(argv: list[str] | None = None) -> int:
     for row in store.rows:
         row["configuration"] = key_of(rows.with_defaults(json.loads(row["configuration"])))
     planned = plan.runs(args.tasks, names_of(args.methods), args.seeds)
-    missing = [run for run in planned if store.find(**rows.key(run, args.steps)) is None][: args.limit]
+    missing = [run for run in planned if store.find(**rows.key(run, args.steps)) is None]
+    for row in shared.rows(missing, args.steps, args.output / "fidelity_training.csv"):
+        store.add(**row)
+    missing = [run for run in missing if store.find(**rows.key(run, args.steps)) is None][: args.limit]
     if args.list:
         show(store, missing)
         return 0

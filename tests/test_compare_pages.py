@@ -8,11 +8,16 @@ import pytest
 pytest.importorskip("matplotlib")
 sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-from methods import ablation_page, training_page
+from fidelity.store import Store, key_of
+from gradient_fidelity import TRAINING_KEY, TRAINING_VALUES
+from methods import ablation_page, shared, training_page
 from methods.advice import advice, claims
 from methods.plan import Run
 from methods.rows import key
 from methods.summary import Results
+from methods.tasks import TASKS
+
+from hot_hf import HOTConfig
 
 
 def row(task, method, seed, loss, accuracy="", linear=1000, kept=2000, norm=1.0, seconds=1.0, **changes):
@@ -125,3 +130,38 @@ def test_ablation_page_reads_the_rows(rows, tmp_path):
         ablation_page.write([*rows, *more, *seeds], tmp_path)
         assert verdict in (tmp_path / "ablation.md").read_text().replace("\n  ", " ")
     assert (tmp_path / "ablation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_runs_of_the_fidelity_harness_are_taken_over(tmp_path):
+    """Those of the same configuration, task, seed and steps, and no others."""
+    path = tmp_path / "fidelity_training.csv"
+    store = Store(path, TRAINING_KEY, TRAINING_VALUES)
+    paper = HOTConfig.paper().to_dict()
+    del paper["token_grid"]  # as it was stored before that field existed
+    for data, configuration, seed, steps, loss in (
+        ("text", None, 0, TASKS["code"].steps, 2.0),
+        ("text", paper, 0, TASKS["code"].steps, 2.1),
+        ("text", HOTConfig().to_dict(), 0, 3, 9.0),  # another length
+        ("digits", HOTConfig().to_dict(), 2, TASKS["digits"].steps, 0.5),  # seed 0 inside: nothing is drawn
+        ("digits", HOTConfig(rank=3).to_dict(), 0, TASKS["digits"].steps, 9.0),  # nobody's method
+    ):
+        values = dict.fromkeys(TRAINING_VALUES, "1") | {"held_out_loss": loss}
+        store.add(data=data, configuration=key_of(configuration), seed=seed, steps=steps, **values)
+    runs = [
+        Run(task, m, seed)
+        for task in ("code", "prose", "digits")
+        for m in ("exact", "default", "paper")
+        for seed in (0, 2)
+    ]
+    found = {(r["task"], r["method"], r["seed"]): r for r in shared.rows(runs, None, path)}
+    assert {k: r["held_out_loss"] for k, r in found.items()} == {
+        ("code", "exact", 0): "2.0",
+        ("code", "paper", 0): "2.1",
+        ("digits", "default", 2): "0.5",
+    }
+    taken = found["digits", "default", 2]
+    assert taken["configuration"] == key(Run("digits", "default", 2), None)["configuration"]
+    assert taken["minutes"] == taken["machine"] == ""
+    results = Results([{name: str(value) for name, value in r.items()} for r in found.values()])
+    assert results.difference_text("code", "paper") == "+0.1000"
+    training_page.write([{n: str(v) for n, v in r.items()} for r in found.values()], tmp_path)

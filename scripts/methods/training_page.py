@@ -57,7 +57,7 @@ def method_table(results: Results, task: str) -> str:
                 f"{max(results.values(task, name, 'largest_grad_norm').values):.3g}",
                 "" if ratio is None else f"{ratio:.3f}",
                 f"{results.values(task, name, 'kept_bytes').mean / 2**20:.1f}",
-                f"{results.values(task, name, 'seconds_per_step').mean:.2f}",
+                f"{seconds.mean:.2f}" if (seconds := results.values(task, name, "seconds_per_step")) else "",
             ]
         )
     head = ["method", "seeds", "held-out loss", "above exact", *(["accuracy", "from exact"] if accuracy else [])]
@@ -110,11 +110,18 @@ def write(rows: Sequence[Row], folder: Path) -> None:
     if not results.by:
         return
     machines = sorted(
-        {(r["machine"], r["torch"]) for methods in results.by.values() for m in methods.values() for r in m.values()}
+        {
+            (r["machine"], r["torch"])
+            for methods in results.by.values()
+            for m in methods.values()
+            for r in m.values()
+            if r["machine"]
+        }
     )
     parts = [
         HEADER,
-        "Ran on " + "; ".join(f"{m}, torch {t}" for m, t in machines) + ".\n",
+        "Ran on " + "; ".join(f"{m}, torch {t}" for m, t in machines) + ". Runs without a time were made by "
+        "`gradient_fidelity.py` ([fidelity.md](fidelity.md)), which trains two of the tasks with the same functions.\n",
         "![differences](training.png)\n",
     ]
     lines = claims(results)
