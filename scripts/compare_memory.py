@@ -244,6 +244,29 @@ def share(value: str, of: str) -> str:
     return f"{int(value) / int(of):.0%}"
 
 
+def against_checkpointing(mine: list[dict]) -> str:
+    """Which methods checkpointing beats in both bytes and time, and which are faster for more bytes."""
+    base = next((r for r in mine if r["method"].endswith("checkpointing") and "hot" not in r["method"]), None)
+    others = [r for r in mine if base is not None and "checkpointing" not in r["method"]]
+    others = [r for r in others if r["method"] not in ("exact", "lora") and "fused" not in r["method"]]
+    if not others:
+        return ""
+    parts = []
+    for slower, text in (
+        (True, "keeps less and takes less time than {}"),
+        (False, "keeps less but takes longer than {}"),
+    ):
+        names = [
+            f"`{r['method']}`"
+            for r in others
+            if int(r["kept_without_loss"]) >= int(base["kept_without_loss"])
+            and (float(r["seconds"]) >= float(base["seconds"])) == slower
+        ]
+        if names:
+            parts.append(text.format(", ".join(names)))
+    return f"Here `{base['method']}` " + "; it ".join(parts) + "." if parts else ""
+
+
 def page() -> None:
     """docs/results/memory.md and its plots from the rows measured so far."""
     done = rows()
@@ -286,6 +309,8 @@ def page() -> None:
                 both = r["loss"] and base["loss"]
                 cells += [r["loss"], f"{float(r['loss']) - float(base['loss']):+.4f}" if both else ""]
             lines.append("| " + " | ".join(cells) + " |")
+        if sentence := against_checkpointing(mine):
+            lines += ["", sentence]
     (RESULTS / "memory.md").write_text("\n".join(lines) + "\n")
     draw(done)
 
