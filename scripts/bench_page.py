@@ -20,16 +20,20 @@ from torch import nn
 RESULTS = Path(__file__).resolve().parent.parent / "docs" / "results"
 
 
-def machine() -> dict[str, str]:
-    """Columns that every row carries: what a number may be compared with."""
+def processor() -> tuple[str, list[str]]:
+    """Its name, and the flags that /proc/cpuinfo lists."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
     found = dict(line.split(":", 1) for line in lines if ":" in line)
     found = {key.strip(): value.strip() for key, value in found.items()}
-    name = found.get("model name", platform.processor() or platform.machine())
-    flags = found.get("flags", "").split()
+    return found.get("model name", platform.processor() or platform.machine()), found.get("flags", "").split()
+
+
+def machine() -> dict[str, str]:
+    """Columns that every row carries: what a number may be compared with."""
+    name, flags = processor()
     best = next((f for f in ("amx_int8", "avx512_vnni", "avx_vnni", "avx2") if f in flags), "")
     return {
         "date": date.today().isoformat(),

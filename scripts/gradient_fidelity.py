@@ -35,16 +35,7 @@ IMAGES = 400  # of 5 tokens: 2,000
 GRADIENT_KEY = ("data", "gradient", "label")
 GRADIENT_VALUES = ("bits", "layers", "tokens", "error", "largest_error", "cosine", "worst_cosine", "torch")
 TRAINING_KEY = ("data", "configuration", "seed", "steps")
-TRAINING_VALUES = (
-    "label",
-    "held_out_loss",
-    "held_out_accuracy",
-    "last_losses_mean",
-    "largest_grad_norm",
-    "kept_bytes",
-    "kept_linear_bytes",
-    "torch",
-)
+TRAINING_VALUES = ("label", *runs.RESULTS, "torch")
 
 
 @cache
@@ -102,18 +93,7 @@ def training_runs(data: str, steps: int | None, seeds: int, store: Store, limit:
         task = task_of(data, steps)
         linears = coverage(task, candidate.config or runs.PRESETS[0].config).patched
         run = train(task, candidate.config, f"{candidate.label}, seed {seed}", linears, seed, task_steps)
-        last = run.losses[-10:]
-        store.add(
-            **key,
-            label=candidate.label,
-            held_out_loss=run.held_out_loss,
-            held_out_accuracy="" if run.held_out_accuracy is None else run.held_out_accuracy,
-            last_losses_mean=sum(last) / len(last),
-            largest_grad_norm=run.largest_grad_norm,
-            kept_bytes=run.kept_bytes,
-            kept_linear_bytes=run.kept_linear_bytes,
-            torch=torch.__version__,
-        )
+        store.add(**key, label=candidate.label, **runs.results_of(run), torch=torch.__version__)
         done += 1
     return done
 

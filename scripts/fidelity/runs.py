@@ -6,8 +6,31 @@ import json
 from dataclasses import dataclass
 
 from hot_hf import HOTConfig
+from hot_hf.demo.train import Run
 
 from .store import key_of
+
+RESULTS = (
+    "held_out_loss",
+    "held_out_accuracy",
+    "last_losses_mean",
+    "largest_grad_norm",
+    "kept_bytes",
+    "kept_linear_bytes",
+)
+
+
+def results_of(run: Run) -> dict[str, float | int | str]:
+    """The columns ``RESULTS`` of a finished run; no accuracy where the task has none."""
+    last = run.losses[-10:]
+    return {
+        "held_out_loss": run.held_out_loss,
+        "held_out_accuracy": "" if run.held_out_accuracy is None else run.held_out_accuracy,
+        "last_losses_mean": sum(last) / len(last),
+        "largest_grad_norm": run.largest_grad_norm,
+        "kept_bytes": run.kept_bytes,
+        "kept_linear_bytes": run.kept_linear_bytes,
+    }
 
 
 @dataclass(frozen=True)

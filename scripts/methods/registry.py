@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import types
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.nn.functional as F
@@ -89,38 +89,23 @@ PAPER = Method("paper", "HOT paper(): INT4 LQS, HLA r=8 INT8, per tensor, pseudo
 
 BFLOAT16 = Method("bf16", "exact, bfloat16 autocast", "exact", arguments={"bf16": True})
 
+
+def _plain(name: str, label: str, bits: int, stochastic: bool = False) -> Method:
+    return Method(name, label, "rival", function="plain_integer", settings={"bits": bits, "stochastic": stochastic})
+
+
 RIVALS = (
     Method("lbp-wht", "LBP-WHT r=8 of 16, float32", "rival", function="lbp_wht", settings={"rank": 8}),
-    Method(
-        "int8",
-        "INT8 per tensor, no transform",
-        "rival",
-        function="plain_integer",
-        settings={"bits": 8, "stochastic": False},
-    ),
-    Method(
-        "int4",
-        "INT4 per tensor, no transform",
-        "rival",
-        function="plain_integer",
-        settings={"bits": 4, "stochastic": False},
-    ),
-    Method(
-        "int4-stochastic",
-        "INT4 per tensor, no transform, g stochastic",
-        "rival",
-        function="plain_integer",
-        settings={"bits": 4, "stochastic": True},
-    ),
+    _plain("int8", "INT8 per tensor, no transform", 8),
+    _plain("int4", "INT4 per tensor, no transform", 4),
+    _plain("int4-stochastic", "INT4 per tensor, no transform, g stochastic", 4, stochastic=True),
     Method("luq", "LUQ: g FP4 logarithmic, W and x INT4", "rival", function="luq", settings={"exponent_bits": 3}),
     Method("switchback", "SwitchBack: g_x INT8, g_w exact", "rival", function="switchback"),
 )
 
 
 def _budget_plans() -> tuple[Method, ...]:
-    """Plans that an error budget chooses layer by layer, where this hot_hf has them."""
-    if not {"selection", "max_grad_error", "max_bytes"} <= {f.name for f in fields(HOTConfig)}:
-        return ()
+    """Plans that a budget of error or of bytes chooses layer by layer."""
     budgets = [
         *((f"{e:g}", f"gradient error at most {e:g}", {"max_grad_error": e}) for e in (0.1, 0.2)),
         ("eighth", "kept inputs at most 12.5%", {"max_bytes": "12.5%"}),

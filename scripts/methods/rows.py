@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import platform
 import shutil
 import time
 from functools import cache
@@ -12,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bench_page import processor
+from fidelity.runs import RESULTS, results_of
 from fidelity.store import key_of
 from torch import Tensor
 
@@ -25,18 +26,7 @@ from .registry import DEFAULT, METHODS
 from .tasks import TASKS
 
 KEY = ("task", "method", "seed", "steps", "configuration")
-VALUES = (
-    "held_out_loss",
-    "held_out_accuracy",
-    "last_losses_mean",
-    "largest_grad_norm",
-    "kept_bytes",
-    "kept_linear_bytes",
-    "seconds_per_step",
-    "minutes",
-    "torch",
-    "machine",
-)
+VALUES = (*RESULTS, "seconds_per_step", "minutes", "torch", "machine")
 
 
 class Inputs(SavedTensors):
@@ -55,12 +45,7 @@ def machine() -> str:
     """The processor or accelerator, and the threads used."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    name = platform.processor() or platform.machine()
-    info = Path("/proc/cpuinfo")
-    if info.is_file():
-        name = next(
-            (line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line), name
-        )
+    name, _ = processor()
     return f"{name}, {torch.get_num_threads()} of {os.cpu_count()} cores"
 
 
@@ -116,15 +101,9 @@ def train(run: Run, task: Task, steps: int | None, unfinished: Path, deadline: f
         seconds = before + time.monotonic() - start
         spent.write_text(f"{seconds}\n")
     shutil.rmtree(folder)
-    last = result.losses[-10:]
     return {
         **columns,
-        "held_out_loss": result.held_out_loss,
-        "held_out_accuracy": "" if result.held_out_accuracy is None else result.held_out_accuracy,
-        "last_losses_mean": sum(last) / len(last),
-        "largest_grad_norm": result.largest_grad_norm,
-        "kept_bytes": result.kept_bytes,
-        "kept_linear_bytes": result.kept_linear_bytes,
+        **results_of(result),
         "seconds_per_step": f"{result.seconds_per_step:.3f}",
         "minutes": f"{seconds / 60:.2f}",
         "torch": torch.__version__,
