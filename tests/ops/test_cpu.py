@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hot_hf.ops import cpu, reference
-from hot_hf.ops.cpu import build, workspace
+from hot_hf.ops.cpu import build, products, workspace
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SIZES = (1, 3, 7, 15, 16, 17, 33, 64, 100, 257)
@@ -91,13 +91,36 @@ def test_quantizers_bit_for_bit(dtype, rounding):
         assert_pairs(cpu.project_quantize_packed(x, rank, *tail), packed(reference.project_quantize(x, 4, rank, *tail)))
 
 
+@pytest.fixture(params=["AMX tiles", "torch"])
+def path(request, monkeypatch):
+    """Both ways to multiply, where this machine has them."""
+    tiles = request.param == "AMX tiles"
+    if tiles and not products.has_amx():
+        pytest.skip("no AMX")
+    monkeypatch.setattr(products, "has_amx", lambda: tiles)
+
+
+def operand(rows: int, columns: int) -> torch.Tensor:
+    """int8 in a random layout."""
+    t = torch.randint(-127, 128, (rows, columns), dtype=torch.int8)
+    layout = random.choice(["rows", "columns", "wide rows", "strided", "one row"])
+    if layout == "columns":
+        return t.t().contiguous().t()
+    if layout == "wide rows":
+        return torch.nn.functional.pad(t, (3, 70), value=99)[:, 3:-70]
+    if layout == "strided":
+        return t.repeat_interleave(2, 1)[:, ::2]
+    if layout == "one row":
+        return t[:1].expand(rows, columns)
+    return t
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_products_bit_for_bit(dtype):
-    """C06: scales, the transform of the result and its rounding to the output type, whatever the sizes."""
-    for _ in range(12):
-        m, k, n = (random.choice(SIZES) for _ in range(3))
-        a = torch.randint(-127, 128, (m, k), dtype=torch.int8)
-        b = torch.randint(-127, 128, (k, n), dtype=torch.int8)
+def test_products_bit_for_bit(dtype, path):
+    """C06: scales, the transform of the result and its rounding to the output type, whatever the sizes and layouts."""
+    for _ in range(16):
+        m, k, n = (random.choice((*SIZES, 289, 530, 1100)) for _ in range(3))
+        a, b = operand(m, k), operand(k, n)
         a_scale = random.choice([torch.rand(m), torch.rand(1)])
         b_scale = random.choice([torch.rand(n), torch.rand(1), None])
         if random.random() < 0.2:
@@ -106,15 +129,40 @@ def test_products_bit_for_bit(dtype):
             cpu.scaled_product(a, b, a_scale, b_scale, dtype), reference.scaled_product(a, b, a_scale, b_scale, dtype)
         )
         block = random.choice(reference.BLOCK_SIZES[1:])
-        b = torch.randint(-127, 128, (k, reference.padded(n, block)), dtype=torch.int8)
+        b = operand(k, reference.padded(n, block))
         product = reference.scaled_product(a, b, a_scale, None, torch.float32)
         expected = reference.hadamard(product, block)[:, :n].to(dtype)
         assert same(cpu.scaled_product_hadamard(a, b, a_scale, block, n, dtype), expected)
 
 
+def test_largest_sum(path):
+    """131,072 times 127 * 127, the longest contraction that is not split, still fits; a longer one is split."""
+    for depth in (reference.MAX_CONTRACTION, reference.MAX_CONTRACTION + 65):
+        a = torch.full((3, depth), 127, dtype=torch.int8)
+        product = cpu.scaled_product(a, -a.t(), torch.ones(1), None, torch.float32)
+        assert (product == -float(depth * 127 * 127)).all()
+
+
+def test_tiles_are_used():
+    """On a machine that has them; torch's product is called only where they are switched off."""
+    if "amx_int8" not in build._cpu_flags() or not cpu.warm_up():
+        pytest.skip("no AMX")
+    code = (
+        "import torch; from hot_hf.ops import cpu\n"
+        "torch._int_mm = lambda *a, **k: exit('torch._int_mm was called')\n"
+        "a = torch.ones(64, 64, dtype=torch.int8)\n"
+        "cpu.scaled_product(a, a, torch.ones(1), None, torch.float32)"
+    )
+    assert products.has_amx()
+    assert "torch._int_mm was called" not in run_python(code)
+    with pytest.raises(AssertionError, match="torch._int_mm was called"):
+        run_python(code, HOT_HF_CPU_AMX="0")
+
+
 def test_products_in_slices(monkeypatch):
     """The int32 scratch shorter than the result: the seams must not show."""
-    monkeypatch.setattr(cpu, "SCRATCH_BYTES", 4 * 48 * 7)
+    monkeypatch.setattr(products, "has_amx", lambda: False)
+    monkeypatch.setattr(products, "SCRATCH_BYTES", 4 * 48 * 7)
     a, b = torch.randint(-127, 128, (33, 50), dtype=torch.int8), torch.randint(-127, 128, (50, 48), dtype=torch.int8)
     a_scale, b_scale = torch.rand(33), torch.rand(48)
     expected = reference.scaled_product(a, b, a_scale, b_scale, torch.float32)
@@ -207,7 +255,8 @@ def test_without_a_compiler(tmp_path, environment, reason):
 
 def test_inexact_int_mm_is_not_used(monkeypatch, caplog):
     """A processor whose int8 product saturates gets the exact one."""
-    monkeypatch.setattr(cpu, "_int_mm_is_exact", lambda: False)
+    monkeypatch.setattr(products, "has_amx", lambda: False)
+    monkeypatch.setattr(products, "int_mm_is_exact", lambda: False)
     monkeypatch.setattr(torch, "_int_mm", lambda *a, **k: pytest.fail("torch._int_mm was called"))
     a = torch.full((5, 300), 127, dtype=torch.int8)
     with caplog.at_level(logging.WARNING):

@@ -1,4 +1,4 @@
-"""The CPU backend: int8 products of torch (oneDNN: AVX-512 VNNI, AMX) between fused quantizers and epilogues.
+"""The CPU backend: int8 products (``products.py``) between fused quantizers.
 
 Integers equal the reference bit for bit. The fused parts, ``kernels.cpp`` and its headers, are compiled with the
 machine's own C++ compiler at the first use (about 3 s, kept in the user's cache directory); without a compiler, for
@@ -20,7 +20,8 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import QMAX, ROUNDINGS, TOKEN_BLOCK, hadamard, pack_int4, padded
-from .build import ByRow, library
+from .build import DTYPES, ByRow, library
+from .products import int_product, scaled_product, scaled_product_hadamard
 from .workspace import temporary
 
 __all__ = [
@@ -39,11 +40,6 @@ __all__ = [
     "unpack_int4",
     "warm_up",
 ]
-
-DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-# int32 products are made and scaled in slices of at most this many bytes: shorter ones pack the right operand again too
-# often (4 MB: +20% time for 2048 x 4096 x 4096), longer ones leave the cache and the workspace (64 MB: +2%).
-SCRATCH_BYTES = 16 << 20
 
 
 def warm_up() -> bool:
@@ -231,83 +227,3 @@ def unpack_int4(packed: Tensor, columns: int) -> Tensor:
     q = temporary(packed.shape[0], columns)
     kernels.hot_hf_unpack(packed.data_ptr(), *packed.shape, columns, q.data_ptr(), torch.get_num_threads())
     return q
-
-
-@cache
-def _int_mm_is_exact() -> bool:
-    """Kernels without VNNI may saturate sums of two products at 16 bits; torch does not say which it picked."""
-    extreme = torch.full((64, 64), 127, dtype=torch.int8)
-    return bool((torch._int_mm(extreme, -extreme) == -127 * 127 * 64).all())
-
-
-def _plain(t: Tensor) -> Tensor:
-    """An axis of one element may have any stride, and ``_int_mm`` (2.13) multiplies garbage when it is a strange one:
-    the transpose of a column is (1, K) with strides (1, 1). ``contiguous`` sees nothing to do there."""
-    return torch.empty(t.shape, dtype=t.dtype).copy_(t) if 1 in t.shape else t
-
-
-def int_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
-    """int8 (M, K) times int8 (K, N) as int32; any strides, empty axes give zeros."""
-    if 0 in (a.shape[0], a.shape[1], b.shape[1]):
-        return torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32)
-    if not _int_mm_is_exact():
-        return reference.exact_int_product(a, b)
-    a, b = _plain(a), _plain(b)
-    return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
-
-
-def _product(
-    a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, dtype: torch.dtype, block: int, columns: int
-) -> Tensor | None:
-    """``(a_scale * (a @ b)) * b_scale`` transformed along its rows, cut to ``columns``. None: no kernels here."""
-    kernels = library()
-    depth = a.shape[1]
-    scales_fit = a_scale.dtype == torch.float32 and (b_scale is None or b_scale.dtype == torch.float32)
-    if kernels is None or dtype not in DTYPES or not scales_fit:
-        return None
-    if not 0 < depth <= reference.MAX_CONTRACTION or 0 in (a.shape[0], b.shape[1]) or not _int_mm_is_exact():
-        return None
-    height, width = a.shape[0], b.shape[1]
-    b = _plain(b)
-    out = torch.empty(height, columns, dtype=dtype)
-    a_scale = a_scale.contiguous()
-    b_scale = None if b_scale is None else b_scale.contiguous()
-    a_step = int(a_scale.numel() > 1)
-    rows = max(1, min(height, SCRATCH_BYTES // (4 * width)))
-    scratch = temporary(rows, width, torch.int32)
-    for start in range(0, height, rows):
-        count = min(rows, height - start)
-        part = torch._int_mm(_plain(a[start : start + count]), b, out=scratch[:count])
-        failed = kernels.hot_hf_epilogue(
-            part.data_ptr(),
-            count,
-            width,
-            a_scale.data_ptr() + 4 * start * a_step,
-            a_step,
-            None if b_scale is None else b_scale.data_ptr(),
-            0 if b_scale is None else int(b_scale.numel() > 1),
-            block,
-            block**-0.5,
-            out.data_ptr() + start * columns * out.element_size(),
-            DTYPES[dtype],
-            columns,
-            torch.get_num_threads(),
-        )
-        assert not failed, dtype
-    return out
-
-
-def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """``reference.scaled_product``; the int32 result never leaves the cache."""
-    fused = _product(a, b, a_scale, b_scale, dtype, 1, b.shape[1])
-    return reference.scaled_product(a, b, a_scale, b_scale, dtype, int_product) if fused is None else fused
-
-
-def scaled_product_hadamard(
-    a: Tensor, b: Tensor, a_scale: Tensor, block_size: int, columns: int, dtype: torch.dtype
-) -> Tensor:
-    """``hadamard(a_scale * (a @ b), block_size)[:, :columns]`` in ``dtype``; ``b`` has whole blocks of columns."""
-    if (fused := _product(a, b, a_scale, None, dtype, block_size, columns)) is not None:
-        return fused
-    product = reference.scaled_product(a, b, a_scale, None, a_scale.dtype, int_product)
-    return hadamard(product, block_size)[:, :columns].to(dtype).contiguous()

@@ -15,13 +15,16 @@ import time
 from ctypes import Structure, c_float, c_int, c_int64, c_uint64, c_void_p
 from pathlib import Path
 
+import torch
+
 logger = logging.getLogger("hot_hf")
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
-HEADERS = [SOURCE.with_name(name) for name in ("epilogue.h", "quantize.h", "vectors.h")]
+HEADERS = [SOURCE.with_name(name) for name in ("epilogue.h", "product.h", "quantize.h", "vectors.h")]
 # -ffp-contract=off: a fused multiply-add would change integers. -O3 takes twice as long to compile and is no faster.
 FLAGS = ("-O2", "-march=native", "-fopenmp", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math")
 LINK = ("-std=c++17", "-fPIC", "-shared", "-w")
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}  # of kernels.cpp
 SIGNATURES = {
     "hot_hf_quantize": (
         *(c_void_p, c_int, c_int64, c_int64, c_int64, c_int, c_int, c_float),  # x and its transform
@@ -33,6 +36,14 @@ SIGNATURES = {
     "hot_hf_epilogue": (
         *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int, c_float),
         *(c_void_p, c_int, c_int64, c_int),
+    ),
+    "hot_hf_amx": (),
+    "hot_hf_product_bytes": (c_int64, c_int64, c_int64, c_int),
+    "hot_hf_product": (
+        *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),  # a and b, each with its two strides
+        *(c_int64, c_int64, c_int64),  # rows, cols, depth
+        *(c_void_p, c_int64, c_void_p, c_int64, c_int, c_float),  # scales and transform
+        *(c_void_p, c_int, c_int64, c_void_p, c_int),  # out, its dtype and columns, scratch, threads
     ),
     "hot_hf_unpack": (c_void_p, c_int64, c_int64, c_int64, c_void_p, c_int),
 }
@@ -149,5 +160,5 @@ def _open(path: Path) -> ctypes.CDLL:
     loaded = ctypes.CDLL(str(path))  # releases the GIL in calls
     for name, arguments in SIGNATURES.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, c_int
+        function.argtypes, function.restype = arguments, c_int64 if name.endswith("_bytes") else c_int
     return loaded

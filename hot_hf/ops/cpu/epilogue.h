@@ -22,6 +22,26 @@ INLINE void populate(const void* first, int64_t bytes) {
 #endif
 }
 
+// One row of int32 sums to (s * sum) * b, transformed along the row for block >= 16; ``buffer`` holds a row for block > 16.
+template <class T>
+INLINE void epilogue_row(const int32_t* in, int64_t cols, float s, const float* b, int64_t b_step, int block, float factor,
+                         T* o, int64_t out_cols, float* buffer) {
+    for (int64_t c = 0; c < cols; c += LANES) {
+        vi q = {};
+        if (cols - c >= LANES) std::memcpy(&q, in + c, sizeof q);
+        else std::memcpy(&q, in + c, (cols - c) * sizeof(int32_t));
+        vf v = __builtin_convertvector(q, vf) * s;
+        if (b) v = v * (b_step ? load(b + c, cols - c) : splat(b[0]));
+        if (block == LANES) v = transform16(v) * factor;
+        if (block > LANES) store(buffer + c, v, cols - c);
+        else if (c < out_cols) store(o + c, v, out_cols - c);
+    }
+    if (block > LANES) {
+        butterfly_row(buffer, cols, block);
+        for (int64_t c = 0; c < out_cols; c += LANES) store(o + c, load(buffer + c) * factor, out_cols - c);
+    }
+}
+
 template <class T>
 void epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float* a, int64_t a_step, const float* b, int64_t b_step,
               int block, float factor, T* out, int64_t out_cols, int threads) {
@@ -29,7 +49,6 @@ void epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float* a, in
 #pragma omp parallel num_threads(threads_for(rows * cols, threads)) if (threads_for(rows * cols, threads) > 1)
     {
         std::vector<float> buffer(block > LANES ? padded : 0);
-        float* row = buffer.data();
         // Half a megabyte at a time: the zeros are still in the thread's cache when they are written over. Of a 4096 x 768
         // x 3072 backward it takes 5%. Smaller results come from memory that the allocator holds.
         const int64_t row_bytes = out_cols * sizeof(T), ahead = std::max<int64_t>(1, (512 << 10) / row_bytes);
@@ -40,23 +59,8 @@ void epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float* a, in
                 populate(out + r * out_cols, std::min(ahead, rows - r) * row_bytes);
                 next = r + ahead;
             }
-            const int32_t* in = acc + r * cols;
-            T* o = out + r * out_cols;
-            const float s = a[r * a_step];
-            for (int64_t c = 0; c < cols; c += LANES) {
-                vi q = {};
-                if (cols - c >= LANES) std::memcpy(&q, in + c, sizeof q);
-                else std::memcpy(&q, in + c, (cols - c) * sizeof(int32_t));
-                vf v = __builtin_convertvector(q, vf) * s;
-                if (b) v = v * (b_step ? load(b + c, cols - c) : splat(b[0]));
-                if (block == LANES) v = transform16(v) * factor;
-                if (block > LANES) store(row + c, v, cols - c);
-                else if (c < out_cols) store(o + c, v, out_cols - c);
-            }
-            if (block > LANES) {
-                butterfly_row(row, cols, block);
-                for (int64_t c = 0; c < out_cols; c += LANES) store(o + c, load(row + c) * factor, out_cols - c);
-            }
+            epilogue_row(acc + r * cols, cols, a[r * a_step], b, b_step, block, factor, out + r * out_cols, out_cols,
+                         buffer.data());
         }
     }
 }

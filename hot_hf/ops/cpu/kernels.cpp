@@ -4,6 +4,7 @@
 // Must be compiled with -ffp-contract=off: a fused multiply-add would round once where the reference rounds twice.
 
 #include "epilogue.h"
+#include "product.h"
 #include "quantize.h"
 
 namespace {
@@ -55,6 +56,28 @@ int hot_hf_epilogue(const int32_t* acc, int64_t rows, int64_t cols, const float*
         case F32: epilogue(acc, rows, cols, a, a_step, b, b_step, block, factor, (float*)out, out_cols, threads); return 0;
         case BF16: epilogue(acc, rows, cols, a, a_step, b, b_step, block, factor, (bf16*)out, out_cols, threads); return 0;
         case F16: epilogue(acc, rows, cols, a, a_step, b, b_step, block, factor, (f16*)out, out_cols, threads); return 0;
+    }
+    return 1;
+}
+
+// Whether ``hot_hf_product`` runs here. Asks the system for the tiles: call it first.
+int hot_hf_amx() { return amx_granted(); }
+
+int64_t hot_hf_product_bytes(int64_t rows, int64_t cols, int64_t depth, int threads) {
+    return packed_bytes(rows, depth) + packed_bytes(cols, depth) + threads * SIDE * SIDE * (int64_t)sizeof(int32_t);
+}
+
+// int8 a (rows, depth) times b (depth, cols), each with a step of 1 along one axis, to out (rows, out_cols):
+// (a_scale * sum) * b_scale, transformed along cols for block >= 16. ``scratch``: hot_hf_product_bytes, aligned to 64.
+int hot_hf_product(const int8_t* a, int64_t a_row, int64_t a_col, const int8_t* b, int64_t b_row, int64_t b_col, int64_t rows,
+                   int64_t cols, int64_t depth, const float* a_scale, int64_t a_step, const float* b_scale, int64_t b_step,
+                   int block, float factor, void* out, int dtype, int64_t out_cols, int8_t* scratch, int threads) {
+    const Product p{{a, a_row, a_col}, {b, b_col, b_row}, rows, cols, depth, a_scale, b_scale, a_step, b_step, block, factor,
+                    out_cols, threads};
+    switch (dtype) {
+        case F32: product(p, (float*)out, scratch); return 0;
+        case BF16: product(p, (bf16*)out, scratch); return 0;
+        case F16: product(p, (f16*)out, scratch); return 0;
     }
     return 1;
 }
