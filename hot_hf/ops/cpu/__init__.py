@@ -21,7 +21,7 @@ from torch import Tensor
 from .. import reference
 from ..reference import QMAX, ROUNDINGS, TOKEN_BLOCK, hadamard, pack_int4, padded
 from .build import DTYPES, ByRow, library
-from .products import int_product, scaled_product, scaled_product_hadamard
+from .products import int_product, packed_product, scaled_product, scaled_product_hadamard, unpack_int4
 from .workspace import temporary
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "hadamard_quantize_packed",
     "int_product",
     "pack_int4",
+    "packed_product",
     "project_quantize",
     "project_quantize_packed",
     "quantize_both",
@@ -217,13 +218,3 @@ def quantize_both(
         g, 8, 0, per_slice=per_feature, rounding=rounding, seed=seeds[1], by_row=by_row, empty=temporary, **options
     )
     return (q, scale), columns
-
-
-def unpack_int4(packed: Tensor, columns: int) -> Tensor:
-    """``reference.unpack_int4``, threaded."""
-    kernels = library()
-    if kernels is None or packed.numel() == 0 or not packed.is_contiguous():
-        return reference.unpack_int4(packed, columns)
-    q = temporary(packed.shape[0], columns)
-    kernels.hot_hf_unpack(packed.data_ptr(), *packed.shape, columns, q.data_ptr(), torch.get_num_threads())
-    return q

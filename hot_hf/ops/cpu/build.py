@@ -41,7 +41,7 @@ SIGNATURES = {
     "hot_hf_product_bytes": (c_int64, c_int64, c_int64, c_int),
     "hot_hf_product": (
         *(c_void_p, c_int64, c_int64, c_void_p, c_int64, c_int64),  # a and b, each with its two strides
-        *(c_int64, c_int64, c_int64),  # rows, cols, depth
+        *(c_int, c_int64, c_int64, c_int64),  # b_packed, rows, cols, depth
         *(c_void_p, c_int64, c_void_p, c_int64, c_int, c_float),  # scales and transform
         *(c_void_p, c_int, c_int64, c_void_p, c_int),  # out, its dtype and columns, scratch, threads
     ),

@@ -68,11 +68,12 @@ int64_t hot_hf_product_bytes(int64_t rows, int64_t cols, int64_t depth, int thre
 }
 
 // int8 a (rows, depth) times b (depth, cols), each with a step of 1 along one axis, to out (rows, out_cols):
-// (a_scale * sum) * b_scale, transformed along cols for block >= 16. ``scratch``: hot_hf_product_bytes, aligned to 64.
-int hot_hf_product(const int8_t* a, int64_t a_row, int64_t a_col, const int8_t* b, int64_t b_row, int64_t b_col, int64_t rows,
-                   int64_t cols, int64_t depth, const float* a_scale, int64_t a_step, const float* b_scale, int64_t b_step,
+// (a_scale * sum) * b_scale, transformed along cols for block >= 16. ``b_packed``: two 4-bit elements of a row in a byte,
+// b_row bytes from row to row. ``scratch``: hot_hf_product_bytes, aligned to 64.
+int hot_hf_product(const int8_t* a, int64_t a_row, int64_t a_col, const int8_t* b, int64_t b_row, int64_t b_col,
+                   int b_packed, int64_t rows, int64_t cols, int64_t depth, const float* a_scale, int64_t a_step, const float* b_scale, int64_t b_step,
                    int block, float factor, void* out, int dtype, int64_t out_cols, int8_t* scratch, int threads) {
-    const Product p{{a, a_row, a_col}, {b, b_col, b_row}, rows, cols, depth, a_scale, b_scale, a_step, b_step, block, factor,
+    const Product p{{a, a_row, a_col}, {b, b_col, b_row, b_packed != 0}, rows, cols, depth, a_scale, b_scale, a_step, b_step, block, factor,
                     out_cols, threads};
     switch (dtype) {
         case F32: product(p, (float*)out, scratch); return 0;

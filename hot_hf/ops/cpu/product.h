@@ -15,10 +15,12 @@
 
 namespace {
 
-// int8 elements (i, k) at data + i * outer + k * inner; one of the two steps is 1.
+// int8 elements (i, k) at data + i * outer + k * inner; one of the two steps is 1. Packed: two 4-bit elements a byte, of
+// which ``outer``, then 1, counts the elements and ``inner`` the bytes.
 struct Operand {
     const int8_t* data;
     int64_t outer, inner;
+    bool packed = false;
 };
 
 struct Product {
@@ -77,13 +79,26 @@ INLINE void pack_rows(const int8_t* from, int64_t step, int64_t length, int64_t 
     for (int i = 0; i < 16; i++) _mm512_store_si512(to + 64 * i, v[i]);
 }
 
+// 32 bytes to 64 integers, the low nibble first.
+INLINE __m512i widen(__m256i bytes) {
+    const __m512i pairs = _mm512_cvtepu8_epi16(bytes), sign = _mm512_set1_epi8(8), nibble = _mm512_set1_epi16(0xF);
+    const __m512i high = _mm512_slli_epi16(_mm512_srli_epi16(pairs, 4), 8);
+    return _mm512_sub_epi8(_mm512_xor_si512(_mm512_or_si512(_mm512_and_si512(pairs, nibble), high), sign), sign);
+}
+
 // The outer axis is contiguous: the four tiles of whole cache lines, at ``to[0]`` to ``to[3]``.
+template <bool PACKED>
 INLINE void pack_columns(const int8_t* from, int64_t step, int64_t length, int64_t depth, bool by_depth, int8_t* const* to) {
-    const __mmask64 mask = length >= 64 ? ~0ull : (1ull << length) - 1;
+    const int64_t bytes = PACKED ? (length + 1) / 2 : length;
+    const __mmask64 mask = bytes >= 64 ? ~0ull : (1ull << bytes) - 1;
     for (int i = 0; i < 16; i++) {
         __m512i r[4];
-        for (int j = 0; j < 4; j++)
-            r[j] = 4 * i + j < depth ? _mm512_maskz_loadu_epi8(mask, from + (4 * i + j) * step) : _mm512_setzero_si512();
+        for (int j = 0; j < 4; j++) {
+            const int8_t* row = from + (4 * i + j) * step;
+            if (4 * i + j >= depth) r[j] = _mm512_setzero_si512();
+            else if (PACKED) r[j] = widen(_mm256_maskz_loadu_epi8((__mmask32)mask, row));
+            else r[j] = _mm512_maskz_loadu_epi8(mask, row);
+        }
         const __m512i l01 = _mm512_unpacklo_epi8(r[0], r[1]), h01 = _mm512_unpackhi_epi8(r[0], r[1]);
         const __m512i l23 = _mm512_unpacklo_epi8(r[2], r[3]), h23 = _mm512_unpackhi_epi8(r[2], r[3]);
         // Lane l of these four holds four times four elements of tile l.
@@ -108,10 +123,11 @@ INLINE void pack_columns(const int8_t* from, int64_t step, int64_t length, int64
 void pack(const Operand& from, int64_t outer, int64_t length, int64_t depth, bool by_depth, int8_t* to) {
     const int64_t tiles = ceil_div(depth, 64);
     for (int64_t t = 0; t < tiles; t++) {
-        const int8_t* source = from.data + outer * from.outer + 64 * t * from.inner;
+        const int8_t* source = from.data + outer * from.outer / (from.packed ? 2 : 1) + 64 * t * from.inner;
         int8_t* tile[4];
         for (int i = 0; i < 4; i++) tile[i] = to + ((outer / 32 + i / 2) * tiles + t) * 2 * TILE + i % 2 * TILE;
-        if (from.inner != 1) pack_columns(source, from.inner, length - outer, depth - 64 * t, by_depth, tile);
+        if (from.packed) pack_columns<true>(source, from.inner, length - outer, depth - 64 * t, by_depth, tile);
+        else if (from.inner != 1) pack_columns<false>(source, from.inner, length - outer, depth - 64 * t, by_depth, tile);
         else
             for (int i = 0; i < 4; i++)
                 pack_rows(source + 16 * i * from.outer, from.outer, length - outer - 16 * i, depth - 64 * t, by_depth, tile[i]);

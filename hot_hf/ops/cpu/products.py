@@ -53,22 +53,23 @@ def int_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
 def _product(
     a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, dtype: torch.dtype, block: int, columns: int
 ) -> Tensor | None:
-    """``(a_scale * (a @ b)) * b_scale`` transformed along its rows, cut to ``columns``. None: no kernels here."""
-    kernels = library()
-    depth = a.shape[1]
+    """``(a_scale * (a @ b)) * b_scale`` transformed along its rows, cut to ``columns``; b int8, or uint8 with two 4-bit
+    integers a byte. None: not here."""
+    packed = b.dtype == torch.uint8
+    width = reference.padded(columns, block) if packed else b.shape[1]
     scales_fit = a_scale.dtype == torch.float32 and (b_scale is None or b_scale.dtype == torch.float32)
-    if kernels is None or dtype not in DTYPES or not scales_fit:
+    if library() is None or dtype not in DTYPES or not scales_fit:
         return None
-    if not 0 < depth <= reference.MAX_CONTRACTION or 0 in (a.shape[0], b.shape[1]):
+    if not 0 < a.shape[1] <= reference.MAX_CONTRACTION or 0 in (a.shape[0], width):
         return None
-    if not (has_amx() or int_mm_is_exact()):
+    if not has_amx() and (packed or not int_mm_is_exact()):
         return None
     out = torch.empty(a.shape[0], columns, dtype=dtype)
     a_scale = a_scale.contiguous()
     b_scale = None if b_scale is None else b_scale.contiguous()
     scales = (a_scale.data_ptr(), int(a_scale.numel() > 1))
     scales += (None, 0) if b_scale is None else (b_scale.data_ptr(), int(b_scale.numel() > 1))
-    (_tiled if has_amx() else _sliced)(a, b, scales, block, out)
+    (_tiled if has_amx() else _sliced)(a, b, width, scales, block, out)
     return out
 
 
@@ -79,17 +80,20 @@ def has_amx() -> bool:
     return kernels is not None and os.environ.get("HOT_HF_CPU_AMX") != "0" and bool(kernels.hot_hf_amx())
 
 
-def _tiled(a: Tensor, b: Tensor, scales: Scales, block: int, out: Tensor) -> None:
+def _tiled(a: Tensor, b: Tensor, width: int, scales: Scales, block: int, out: Tensor) -> None:
     """The product on AMX tiles: its sums are scaled before they leave the cache."""
     kernels, threads = library(), torch.get_num_threads()
-    sizes = (a.shape[0], b.shape[1], a.shape[1])
-    a, b = (t if 1 in t.stride() else t.contiguous() for t in (a, b))
+    packed = b.dtype == torch.uint8
+    sizes = (a.shape[0], width, a.shape[1])
+    a = a if 1 in a.stride() else a.contiguous()
+    b = b if b.stride(1) == 1 or (b.stride(0) == 1 and not packed) else b.contiguous()
     scratch = temporary(1, kernels.hot_hf_product_bytes(*sizes, threads))
     failed = kernels.hot_hf_product(
         a.data_ptr(),
         *a.stride(),
         b.data_ptr(),
         *b.stride(),
+        packed,
         *sizes,
         *scales,
         block,
@@ -103,9 +107,9 @@ def _tiled(a: Tensor, b: Tensor, scales: Scales, block: int, out: Tensor) -> Non
     assert not failed, out.dtype
 
 
-def _sliced(a: Tensor, b: Tensor, scales: Scales, block: int, out: Tensor) -> None:
+def _sliced(a: Tensor, b: Tensor, width: int, scales: Scales, block: int, out: Tensor) -> None:
     """torch's product, slice by slice, so that the int32 sums are still in the cache when they are scaled."""
-    height, width, columns = a.shape[0], b.shape[1], out.shape[1]
+    height, columns = a.shape[0], out.shape[1]
     a_scale, a_step, b_scale, b_step = scales
     b = _plain(b)
     rows = max(1, min(height, SCRATCH_BYTES // (4 * width)))
@@ -145,3 +149,32 @@ def scaled_product_hadamard(
         return fused
     product = reference.scaled_product(a, b, a_scale, None, a_scale.dtype, int_product)
     return hadamard(product, block_size)[:, :columns].to(dtype).contiguous()
+
+
+def unpack_int4(packed: Tensor, columns: int) -> Tensor:
+    """``reference.unpack_int4``, threaded."""
+    kernels = library()
+    if kernels is None or packed.numel() == 0 or not packed.is_contiguous():
+        return reference.unpack_int4(packed, columns)
+    q = temporary(packed.shape[0], columns)
+    kernels.hot_hf_unpack(packed.data_ptr(), *packed.shape, columns, q.data_ptr(), torch.get_num_threads())
+    return q
+
+
+def packed_product(
+    a: Tensor,
+    packed: Tensor,
+    a_scale: Tensor,
+    b_scale: Tensor | None,
+    columns: int,
+    block_size: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    """``hadamard((a_scale * (a @ b)) * b_scale, block_size)[:, :columns]``; ``packed`` holds b as ``pack_int4`` gives
+    it, of whole blocks of columns, and is widened as it is read."""
+    if (fused := _product(a, packed, a_scale, b_scale, dtype, block_size, columns)) is not None:
+        return fused
+    b = unpack_int4(packed, reference.padded(columns, block_size))
+    if block_size == 1:
+        return scaled_product(a, b, a_scale, b_scale, dtype)
+    return scaled_product_hadamard(a, b, a_scale, block_size, columns, dtype)
