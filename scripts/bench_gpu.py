@@ -159,14 +159,11 @@ def kernels(bench: Bench, name: str, n: int, i: int, o: int, label: str, config:
     }
     device = roofline.Device("here", rates["copy"], rates["bfloat16"], rates["int8"], rates["bfloat16"])
     counted = {step.name.split(":")[0].split(",")[0]: step for step in roofline.steps(n, i, o, config)}
-    copied = next((s for s in roofline.steps(n, i, o, config) if s.name == "x: transposing copy"), None)
     counted["x"] = roofline.steps(n, i, o, config)[0]
     rows = []
     for step, call in calls.items():
         milliseconds = bench.milliseconds(call)
         least = counted[step].seconds(device, device.int8)
-        if step == "grad_weight" and copied is not None:
-            least += copied.seconds(device, device.int8)
         row = {"layer": name, "config": label, "step": step, "ms": milliseconds, "share": 1e3 * least / milliseconds}
         row["bound"] = counted[step].bound(device)
         rows.append(row)

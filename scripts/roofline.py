@@ -94,8 +94,6 @@ def steps(tokens: int, inputs: int, outputs: int, config: HOTConfig, size: int =
         Step("W: transform, quantize", "backward", size * o * i + w_out, 2 * size * o * i + w_out + maxima(o, i)),
         Step("grad_input", "backward", *[g_width + w_out + size * n * i] * 2, 2 * n * o * i),
     ]
-    if not projected:  # kept token by token, wanted with the tokens innermost
-        result.append(Step("x: transposing copy", "backward", 0, 2 * x_out))
     result.append(Step("grad_weight", "backward", *[depth * o + x_out + size * o * i] * 2, 2 * depth * o * i))
     return result
 
@@ -160,8 +158,8 @@ def page(device: Device) -> str:
         "- Scales over tokens need the whole tensor before the first integer: g, W and a projected x are read twice. A",
         "  second read that still lies in the L2 cache (50 MB) costs less than counted here: possible for all tensors",
         "  of ViT-B but fc1's g and fc2's x (77 MB).",
-        "- `ht_int4` and `int8` keep x token by token, as their one read wants it, and the weight gradient's matrix",
-        "  instructions want the tokens innermost: one copy of the packed bytes in the backward.",
+        "- `ht_int4` and `int8` go over each token of x twice, the second time in the caches (a program takes as few",
+        "  tokens as that asks for, 8 to 32), and store with the tokens innermost: the products read them as they are.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -70,9 +70,9 @@ def _(x, fmt, rank, block_size, per_feature, rounding, seed):
     row = FORMATS[fmt]
     shape = row.packed_shape(x.shape[0], x.shape[1], rank, block_size)
     dtype = torch.uint8 if row.bits == 4 else torch.int8
-    # The layout is the backend's: on a GPU the projected tokens (the contraction) are innermost.
-    projected = getattr(backend_for(x), "empty_projected", None) if fmt.startswith("hla") else None
-    packed = x.new_empty(shape, dtype=dtype) if projected is None else projected(x, shape, dtype)
+    # The layout is the backend's: on a GPU the tokens (the contraction) are innermost.
+    empty = getattr(backend_for(x), "empty_kept", None)
+    packed = x.new_empty(shape, dtype=dtype) if empty is None else empty(x, shape, dtype)
     scale = x.new_empty((row.scale_size(x.shape[0], x.shape[1], per_feature),), dtype=reference.compute_dtype(x))
     return packed, scale
 

@@ -10,13 +10,14 @@ pytest.importorskip("triton", reason="compiles the Triton kernels")
 
 from hot_hf.ops.triton import ahead, tuning
 
-# These hold everything that the other cases have, and more: three kinds of products, their copy, both quantizers.
+# These hold everything that the other cases have, and more: three kinds of products, their copy, all quantizers.
 EVERYTHING = (
     "rows int4, stochastic",
+    "tokens int4, stochastic",
     "tiles both, project, stochastic",
     "product, tail",
     "product, int4 along k",
-    "product, int4 rows, transform",
+    "product, int4 rows, copied",
     "product, int4 rows, transform, tail",
 )
 OTHERS = [name for name in ahead.CASES if name not in EVERYTHING]
@@ -60,7 +61,7 @@ def test_every_kernel_is_among_them():
             call(tuning.FAMILIES["sm_90"], torch.bfloat16)
         launched[name] = {one.kernel.__name__ for one in launches}
     assert set().union(*launched.values()) == set().union(*(launched[name] for name in EVERYTHING))
-    assert len(set().union(*launched.values())) == 5
+    assert len(set().union(*launched.values())) == 6
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -116,6 +117,16 @@ def test_families():
         assert family.reason and family.tile[0] % 16 == 0
 
 
+def test_tokens_per_program():
+    """As many as two programs per processor keep in the L2 cache: an H200's 50 MB / 132 / 2 = 198,594 bytes each."""
+    meta, family = torch.device("meta"), tuning.FAMILIES["sm_90"]
+    for features, size, expected in ((768, 2, 32), (3072, 2, 32), (4096, 2, 16), (4096, 4, 8), (14336, 2, 8)):
+        tokens = tuning.tokens_per_program(family, meta, features * size)
+        assert tokens == expected
+        assert tokens == 8 or tokens * features * size <= 198_594
+        assert tokens == 32 or 2 * tokens * features * size > 198_594
+
+
 def test_autotuning_does_not_repeat_itself_for_other_lengths(monkeypatch):
     """C64: one timing per bucket of sizes; off unless asked for."""
     monkeypatch.setattr(tuning, "_chosen", {})
@@ -150,6 +161,7 @@ def test_sequence_lengths_share_their_compilations():
             g = torch.empty(tokens, width, dtype=torch.bfloat16, device="meta")
             scale = torch.empty(tokens, device="meta")
             ahead.quantize_rows(g, family, 8, 16, False, "stochastic", 2**40 + tokens)
+            ahead.quantize_tokens(g, family, 4, 16, True, "stochastic", 2**40 + tokens)
             jobs = ahead.AlongFeatures(8, 16, True, False, 1), ahead.AlongTokens(8, True, 2, token_scale=scale)
             (q, _), (q_tokens, _) = ahead.quantize_tiles(g, family, *jobs, "nearest")
             out = torch.empty(width, width, dtype=torch.bfloat16, device="meta")
@@ -157,5 +169,5 @@ def test_sequence_lengths_share_their_compilations():
             ahead.product(q, torch.empty(width, width, dtype=torch.int8, device="meta").t(), None, None, g, family)
         for number, launched in enumerate(launches):
             seen.setdefault((number, launched.kernel.__name__), set()).add(repr(ahead._signature(launched)))
-    assert len(seen) == 5
+    assert len(seen) == 6
     assert max(map(len, seen.values())) <= 3, {key: len(value) for key, value in seen.items()}

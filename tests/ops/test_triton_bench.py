@@ -84,7 +84,7 @@ def test_roofline_counts_the_bytes_of_real_tensors(fmt, bits):
     config = HOTConfig(activation_format=fmt, grad_input_bits=bits)
     x, weight = torch.randn(n, i).bfloat16(), torch.randn(o, i).bfloat16()
     packed = ops.compress(x, fmt, config.rank, 16, True, "nearest", 0)[0]
-    counted = {step.name.split(":")[0]: step for step in reversed(roofline.steps(n, i, o, config))}
+    counted = {step.name.split(":")[0]: step for step in roofline.steps(n, i, o, config)}
     assert counted["x"].must == x.nbytes + packed.nbytes
     depth = packed.shape[0]
     g_int, w_int = n * o * bits / 8, o * i * bits / 8

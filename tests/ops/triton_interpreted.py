@@ -6,6 +6,7 @@ set before anything imports Triton. Sizes are small: the interpreter makes some 
 
 import os
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from hot_hf.ops.triton import tuning  # noqa: E402
 from hot_hf.ops.triton.product import product  # noqa: E402
 
 product_module = sys.modules[product.__module__]
+features_module = sys.modules["hot_hf.ops.triton.features"]
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SEEDS = (7, 2**61 + 12345)  # below and above 32 bits
@@ -79,7 +81,10 @@ def test_quantizers_equal_reference(dtype, rounding):
         for seed, per_slice in zip(SEEDS, (True, False), strict=True):
             for dim, block in ((1, 16), (0, 16), (1, 64), (0, 1)):
                 arguments = (x, bits, dim, block, per_slice, rounding, seed)
-                same(triton.hadamard_quantize(*arguments), reference.hadamard_quantize(*arguments))
+                q, scale = reference.hadamard_quantize(*arguments)
+                same(triton.hadamard_quantize(*arguments), (q, scale))
+                if dim == 1:
+                    same(triton.quantize_operand(*arguments), (reference.pack_int4(q) if bits == 4 else q, scale))
             for rank in (5, 8):  # all of them: test_every_rank
                 arguments = (x, bits, rank, per_slice, rounding, seed)
                 same(triton.project_quantize(*arguments), reference.project_quantize(*arguments))
@@ -94,6 +99,8 @@ def test_every_block_size(block):
     for dim in (0, 1):
         same(triton.hadamard_quantize(x, 8, dim, block, True), reference.hadamard_quantize(x, 8, dim, block, True))
         same(triton.hadamard_quantize(x, 8, dim, block, False), reference.hadamard_quantize(x, 8, dim, block, False))
+    settings = (x, 8, 1, block, True, "nearest", 0)
+    same(triton.quantize_operand(*settings), reference.hadamard_quantize(*settings))
 
 
 @pytest.mark.parametrize("rank", range(1, 17))
@@ -110,15 +117,44 @@ def test_strided_inputs(how):
         for dim in (0, 1):
             same(triton.hadamard_quantize(x, 8, dim, 16, True), reference.hadamard_quantize(x, 8, dim, 16, True))
         same(triton.project_quantize(x, 8, 8, True), reference.project_quantize(x, 8, 8, True))
+        settings = (x, 8, 1, 16, True, "nearest", 0)
+        same(triton.quantize_operand(*settings), reference.hadamard_quantize(*settings))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tokens", (8, 16, 32))
+def test_tokens_innermost(monkeypatch, dtype, tokens):
+    """What ``ht_int4`` and ``int8`` keep: steps of 64 features on and off the width, programs of every size, special
+    rows, strides, all roundings; twice the same. Nothing is written past the end of q's rows, padding included."""
+    family = replace(tuning.FAMILIES["sm_90"], row_elements=64 * tokens)
+    monkeypatch.setattr(features_module, "tokens_per_program", lambda *_: tokens)
+    allocated = []
+
+    def allocate(rows, k, dtype, device):
+        memory = torch.full((rows + 2, reference.padded(k, 16)), 99, dtype=dtype)
+        allocated.append(memory)
+        return memory[1:-1, :k]
+
+    monkeypatch.setattr(features_module, "contraction_innermost", allocate)
+    for rows, columns, how in ((16, 128, ""), (37, 150, "stepped"), (32, 65, "transposed"), (1, 31, "")):
+        x = strided(sample(rows, columns, dtype, special=rows > 2), how)
+        for bits, block, rounding in ((4, 16, "stochastic"), (8, 1, "nearest"), (4, 1, "pseudo_stochastic")):
+            q, scale = reference.hadamard_quantize(x, bits, 1, block, True, rounding, 5)
+            expected = reference.pack_int4(q) if bits == 4 else q, scale
+            for _ in range(2):
+                actual = features_module.quantize_tokens(x, family, bits, block, bits == 4, rounding, 5)
+                same(actual, expected)
+            assert actual[0].stride() == (1, reference.padded(rows, 16))
+            assert (allocated[-1][[0, -1]] == 99).all()
 
 
 def test_rows_too_long_for_registers(monkeypatch):
     """The tile kernels take over, with the same integers."""
     x = sample(9, 200, special=True)
-    expected = reference.hadamard_quantize(x, 4, 1, 16, True, "stochastic", 3)
+    settings = (x, 8, 1, 16, True, "stochastic", 3)
     called = []
     monkeypatch.setattr(triton, "quantize_rows", lambda *a: called.append(a))
-    same(triton.hadamard_quantize(x, 4, 1, 16, True, "stochastic", 3), expected)
+    same(triton.quantize_operand(*settings), reference.hadamard_quantize(*settings))
     assert called
     family = tuning.FAMILIES["sm_90"]
     from hot_hf.ops.triton.features import row_config
@@ -283,6 +319,38 @@ def test_operators_equal_reference(monkeypatch, fmt, bits):
         assert torch.equal(both[0], grad_input) and torch.equal(both[1], grad_weight)
         for name, value in {"packed": packed, "scale": scale, "gx": grad_input, "gw": grad_weight}.items():
             assert torch.equal(results.setdefault(name, value), value), f"{name} of {backend.__name__}"
+
+
+@pytest.mark.parametrize("fmt", ops.FORMATS)
+def test_kept_tensors_reach_the_product_without_a_copy(monkeypatch, fmt):
+    """grad_weight multiplies the memory that compress wrote. A kept tensor that came back in another layout, as from
+    hooks that move it to other memory, is copied first and gives the same gradient."""
+    monkeypatch.setattr(ops, "backend_for", lambda _: triton)
+    tokens, outputs, inputs = 37, 33, 51
+    x, g, weight = sample(tokens, inputs), sample(tokens, outputs), sample(outputs, inputs)
+    launched = []
+
+    def recorded(kernel, grid, like, *args, **options):
+        launched.append((kernel, args))
+        launch(kernel, grid, like, *args, **options)
+
+    launch = product_module.launch
+    monkeypatch.setattr(product_module, "launch", recorded)
+    packed, scale = ops.compress(x, fmt, 8, 16, True, "nearest", 4)
+    assert packed.stride(0) == 1 and packed.stride(1) % 16 == 0 and not launched
+    settings = (fmt, inputs, 8, 16, True, "nearest", 7, torch.float32)
+    expected = ops.grad_weight(g, packed, scale, *settings)
+    both = ops.grad_both(
+        g, weight, packed, scale, 8, fmt, 8, 16, True, True, "nearest", 4, torch.float32, torch.float32
+    )
+    assert torch.equal(both[1], expected)
+    assert [kernel for kernel, _ in launched] == [product_module.product_kernel] * 3
+    for _, args in (launched[0], launched[2]):
+        assert packed.data_ptr() in (args[0].data_ptr(), args[1].data_ptr())
+    for other in (packed.contiguous(), torch.cat((packed[:1], packed))[1:], torch.stack((packed, packed), 2)[..., 0]):
+        launched.clear()
+        assert other.stride(0) != 1 and torch.equal(ops.grad_weight(g, other, scale, *settings), expected)
+        assert [kernel for kernel, _ in launched] == [product_module.transpose_kernel, product_module.product_kernel]
 
 
 @pytest.mark.parametrize("fmt", ops.FORMATS)

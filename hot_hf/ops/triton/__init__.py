@@ -12,7 +12,7 @@ from triton.runtime import driver
 
 from .. import reference
 from ..reference import hadamard, pack_int4, unpack_int4  # without a kernel: fused where they matter
-from .features import quantize_rows
+from .features import quantize_rows, quantize_tokens
 from .product import contraction_innermost, product
 from .tokens import AlongFeatures, AlongTokens, quantize_tiles
 from .tuning import Family, family_of_device
@@ -35,9 +35,12 @@ def _torch_path(x: Tensor) -> bool:
 def hadamard_quantize(
     x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """As ``reference.hadamard_quantize``; for ``dim`` 0 the rows (the contraction) are innermost in memory."""
+    """As ``reference.hadamard_quantize``, the rows innermost in memory: the contraction of W in grad_input (``dim`` 0),
+    and of x in grad_weight (``dim`` 1; per tensor, which is never kept, as the torch path)."""
     if _torch_path(x):
         return reference.hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed)
+    if dim == 1 and per_slice:
+        return quantize_tokens(x, _family(x), bits, block_size, False, rounding, seed)
     return _hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed, pack=False)
 
 
@@ -72,10 +75,12 @@ def fold_quantize(
 def hadamard_quantize_packed(
     x: Tensor, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """``pack_int4`` of ``hadamard_quantize(x, 4, 1, ...)`` in the same launch."""
+    """``pack_int4`` of ``hadamard_quantize(x, 4, 1, ...)`` in the same launch, the rows innermost in memory."""
     if _torch_path(x):
         q, scale = reference.hadamard_quantize(x, 4, 1, block_size, per_slice, rounding, seed)
         return pack_int4(q), scale
+    if per_slice:
+        return quantize_tokens(x, _family(x), 4, block_size, True, rounding, seed)
     return _hadamard_quantize(x, 4, 1, block_size, per_slice, rounding, seed, pack=True)
 
 
@@ -89,8 +94,8 @@ def project_quantize_packed(
     return quantize_tiles(x, _family(x), None, AlongTokens(4, per_slice, seed, rank=rank, pack="columns"), rounding)[1]
 
 
-def empty_projected(x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
-    """What ``project_quantize`` and its packed form allocate for ``x``: the layout for the fake of ``compress``."""
+def empty_kept(x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """What the quantizers of every format allocate for ``x``: the layout for the fake of ``compress``."""
     if _torch_path(x):
         return x.new_empty(shape, dtype=dtype)
     return contraction_innermost(shape[1], shape[0], dtype, x.device).t()
@@ -99,7 +104,8 @@ def empty_projected(x: Tensor, shape: tuple[int, int], dtype: torch.dtype) -> Te
 def quantize_operand(
     x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str, seed: int
 ) -> tuple[Tensor, Tensor]:
-    """``hadamard_quantize`` for one use in ``scaled_product``: at 4 bits two neighbours along ``dim`` share a byte."""
+    """``hadamard_quantize`` for one use in ``scaled_product``: ``dim`` (the contraction) innermost in memory, at 4 bits
+    two neighbours along it in a byte."""
     if _torch_path(x):
         return reference.hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed)
     return _hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed, pack=bits == 4)

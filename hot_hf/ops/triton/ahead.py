@@ -17,7 +17,7 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from .features import quantize_rows
+from .features import quantize_rows, quantize_tokens
 from .launch import Launch, recording
 from .product import contraction_innermost, product, product_kernel
 from .tokens import AlongFeatures, AlongTokens, quantize_tiles
@@ -57,6 +57,13 @@ def _rows(columns: int, bits: int, pack: bool, rounding: str) -> Callable:
     )
 
 
+def _tokens(columns: int, bits: int, rounding: str = "nearest") -> Callable:
+    block_size, pack = (16, True) if bits == 4 else (1, False)
+    return lambda family, dtype: quantize_tokens(
+        _meta(4096, columns, dtype=dtype), family, bits, block_size, pack, rounding, 2**40
+    )
+
+
 def _tiles(features: AlongFeatures | None, tokens: AlongTokens | None, rounding: str = "nearest") -> Callable:
     return lambda family, dtype: quantize_tiles(_meta(4096, 4096, dtype=dtype), family, features, tokens, rounding)
 
@@ -82,12 +89,17 @@ def _product(pack: str, k: int = 4096, size: int = 4096, block_size: int = 1, co
 _scales = _meta(4096, dtype=torch.float32)
 # Name: (what it is for, a call that launches it).
 CASES: dict[str, tuple[str, Callable]] = {
-    "rows int8": ("g of grad_input; x of `int8`", _rows(4096, 8, False, "nearest")),
+    "rows int8": ("g of grad_input", _rows(4096, 8, False, "nearest")),
     "rows int8, short": ("the same, ViT-B", _rows(768, 8, False, "nearest")),
     "rows int8, long": ("the same, 14,336 features", _rows(14336, 8, False, "nearest")),
-    "rows int4": ("x of `ht_int4`; g of INT4 grad_input", _rows(4096, 4, True, "nearest")),
+    "rows int4": ("g of INT4 grad_input", _rows(4096, 4, True, "nearest")),
     "rows int4, stochastic": ("the same", _rows(4096, 4, True, "stochastic")),
     "rows int4, pseudo-stochastic": ("the same", _rows(4096, 4, True, "pseudo_stochastic")),
+    "tokens int8": ("x of `int8`", _tokens(4096, 8)),
+    "tokens int4": ("x of `ht_int4`", _tokens(4096, 4)),
+    "tokens int4, narrow": ("the same, 512 features", _tokens(512, 4)),
+    "tokens int4, stochastic": ("the same, 14,336 features", _tokens(14336, 4, "stochastic")),
+    "tokens int4, pseudo-stochastic": ("the same, 14,336 features", _tokens(14336, 4, "pseudo_stochastic")),
     "tiles W int8": ("W of grad_input", _tiles(None, AlongTokens(8, True, 0, block_size=16))),
     "tiles W int4": ("W of INT4 grad_input", _tiles(None, AlongTokens(4, True, 0, block_size=16, pack="rows"))),
     "tiles project int8": ("x of `hla_int8`; g of `hla_*`", _tiles(None, AlongTokens(8, True, 0, rank=8))),
@@ -106,7 +118,8 @@ CASES: dict[str, tuple[str, Callable]] = {
     "product, long": ("the same, beyond 131,072", _product("", k=140_000)),
     "product, int4 along k": ("grad_input INT4", _product("k")),
     "product, int4 rows": ("grad_weight of `hla_int4`", _product("m")),
-    "product, int4 rows, transform": ("grad_weight of `ht_int4`", _product("m", block_size=16, copied=True)),
+    "product, int4 rows, transform": ("grad_weight of `ht_int4`", _product("m", block_size=16)),
+    "product, int4 rows, copied": ("the same from a tensor that lies token by token", _product("m", copied=True)),
     "product, small": ("the first, where it has few tiles (768 x 768)", _product("", size=768)),
     "product, int4 rows, transform, small": (
         "grad_weight of `ht_int4`, 768 x 768",

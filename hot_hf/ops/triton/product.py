@@ -1,8 +1,9 @@
 """The int8 x int8 -> int32 product with its scales, and the inverse transform, in the epilogue.
 
 Both operands want the contraction innermost in memory: 8-bit matrix instructions have no transposed load. The
-quantizers write it so; an operand that comes otherwise (``ht_int4``, kept token by token) is copied first. That is one
-read and one write of its bytes; transposing each tile byte by byte inside the product would repeat it per tile of g.
+quantizers write it so; an operand that comes otherwise (rows selected for image order, or hooks that gave it back in
+another layout) is copied first. That is one read and one write of its bytes; transposing each tile byte by byte inside
+the product would repeat it per tile of the other one.
 """
 
 from __future__ import annotations
