@@ -143,7 +143,7 @@ STEPS = {
     "x_float32": "times float32",
     "forward_share": "forward",
     "backward_share": "backward",
-    "int8_share": "int8 product",
+    "int8_share": "int8 products, scaled",
     "replaced_share": "replaced by HOT",
 }
 NARROW = {"features": "in = out", "exact_ms": "exact ms", "ms": "HOT ms", "x_float32": "times exact"}
@@ -211,8 +211,8 @@ def write_pages() -> None:
         parts += [
             "## Whole training steps\n",
             f"`python scripts/bench_step.py` on {where(steps)}. Forward, loss, backward, AdamW; one model and one "
-            "optimizer, patched and unpatched between samples. Shares are of the step; *replaced by HOT* are the "
-            "products in the backward of the layers that HOT patches.\n",
+            "optimizer (fused, Trainer's default), patched and unpatched between samples. Shares are of the step; "
+            "*replaced by HOT* are the products in the backward of the layers that HOT patches.\n",
             table(steps, STEPS) + "\n",
             *[limit(r) for r in steps if r.get("replaced_share")],
         ]
