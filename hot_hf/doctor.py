@@ -17,7 +17,8 @@ import torch
 
 from . import ops, tune
 from .config import HOTConfig
-from .ops import FORMATS, backends, formats, reference
+from .ops import FORMATS, backends, cpu, formats, reference
+from .ops.cpu import products
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft")
 # The scales multiply exact integers in two float32 products, in any order a backend likes: 2 * 2^-24, twice over.
@@ -59,6 +60,16 @@ def describe(device: torch.device) -> str:
     module = torch.get_device_module(device)
     properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
     return str(properties) if properties is not None else device.type
+
+
+def kernels_for(device: torch.device) -> str:
+    """Which kernels serve ``device``, or why none do."""
+    if device.type == "cpu":
+        if not cpu.warm_up():
+            return "plain torch instead of kernels: they could not be built (the log says why)"
+        return f"compiled kernels, int8 products {'on AMX tiles' if products.has_amx() else 'by torch'}"
+    reason = backends.why_no_kernels(device.type, device.index)
+    return "Triton kernels" if reason is None else f"plain torch instead of kernels: {reason}"
 
 
 # The same arguments, computed by the reference.
@@ -129,10 +140,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--device {args.device}: {error}") from None
     bad = 0
     for device in chosen:
-        print(f"\n{device}: {describe(device)}")
-        if device.type != "cpu":
-            reason = backends.why_no_kernels(device.type, device.index)
-            print("  Triton kernels" if reason is None else f"  plain torch instead of kernels: {reason}")
+        print(f"\n{device}: {describe(device)}\n  {kernels_for(device)}")
         for name, backend, verdict in self_check(device):
             bad += verdict != "ok"
             print(f"  {name:32}{backend:12}{verdict}")

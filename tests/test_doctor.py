@@ -22,6 +22,16 @@ def test_the_report_names_devices_backends_and_operators(capsys):
     assert out.count(" ok") == len(doctor.self_check(torch.device("cpu")))
 
 
+@pytest.mark.parametrize(
+    ("compiled", "tiles", "words"),
+    [(True, True, "int8 products on AMX tiles"), (True, False, "by torch"), (False, False, "plain torch instead")],
+)
+def test_what_serves_the_cpu_is_named(monkeypatch, compiled, tiles, words):
+    monkeypatch.setattr(cpu, "warm_up", lambda: compiled)
+    monkeypatch.setattr(doctor.products, "has_amx", lambda: tiles)
+    assert words in doctor.kernels_for(torch.device("cpu"))
+
+
 def test_a_wrong_operator_is_found(monkeypatch, capsys):
     right = cpu.hadamard_quantize
 
