@@ -181,11 +181,13 @@ template <class T> void product(const Product& p, T* out, int8_t* scratch) {
     int8_t* a = scratch;
     int8_t* b = a + packed_bytes(p.rows, p.depth);
     int32_t* sums = (int32_t*)(b + packed_bytes(p.cols, p.depth));
-    // Blocks of the result of about equal size, whole blocks of the transform wide.
-    const int64_t row_blocks = ceil_div(p.rows, SIDE), height_of = ceil_div(ceil_div(p.rows, row_blocks), 32) * 32;
-    const int64_t unit = std::max(32, p.block), col_blocks = ceil_div(p.cols, SIDE);
-    const int64_t width_of = ceil_div(ceil_div(p.cols, col_blocks), unit) * unit;
     const int threads = threads_for(p.rows * p.cols, p.threads);
+    // Blocks of the result of about equal size, whole blocks of the transform wide, at least two for each thread.
+    const int64_t unit = std::max(32, p.block);
+    int64_t side = SIDE;
+    while (side > std::max<int64_t>(unit, 64) && ceil_div(p.rows, side) * ceil_div(p.cols, side) < 2 * threads) side /= 2;
+    const int64_t row_blocks = ceil_div(p.rows, side), height_of = ceil_div(ceil_div(p.rows, row_blocks), 32) * 32;
+    const int64_t col_blocks = ceil_div(p.cols, side), width_of = ceil_div(ceil_div(p.cols, col_blocks), unit) * unit;
     const int64_t row_bytes = p.out_cols * sizeof(T);
     const bool fresh = p.rows * row_bytes >= (4 << 20);
 #pragma omp parallel num_threads(threads) if (threads > 1)
