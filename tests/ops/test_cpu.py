@@ -322,15 +322,27 @@ def test_workspace_is_bounded():
     assert sum(b.numel() for b in workspace._pool.buffers) <= workspace.POOL_BYTES
 
 
-def test_results_beyond_the_allocators_own_memory():
-    """Their pages are asked for ahead of the writes, in chunks that end inside a page and inside a row's neighbours."""
-    a, b = (
-        torch.randint(-127, 128, (1501, 16), dtype=torch.int8),
-        torch.randint(-127, 128, (16, 1009), dtype=torch.int8),
-    )
-    a_scale, b_scale = torch.rand(1501), torch.rand(1009)
-    for dtype in (torch.float32, torch.bfloat16):  # 6.1 and 3.0 MB: on both sides of the 4 MB from which it is done
-        before = torch.full((4, 1 << 20), 7.0)  # neighbours in memory must stay as they are
-        expected = reference.scaled_product(a, b, a_scale, b_scale, dtype)
-        assert same(cpu.scaled_product(a, b, a_scale, b_scale, dtype), expected)
-        assert (before == 7.0).all()
+@needs_compiler
+@pytest.mark.parametrize("kernel", ["product", "epilogue"])
+def test_nothing_is_written_beside_a_result(kernel):
+    """Large results are asked for ahead of the writes, in chunks that begin and end inside a page; rows end inside a
+    vector. 6.1 MB: beyond the 4 MB from which it is done."""
+    if kernel == "product" and not products.has_amx():
+        pytest.skip("no AMX")
+    rows, depth, columns, beside = 1501, 16, 1009, 333
+    a = torch.randint(-127, 128, (rows, depth), dtype=torch.int8)
+    b = torch.randint(-127, 128, (depth, columns), dtype=torch.int8)
+    a_scale, b_scale = torch.rand(rows), torch.rand(columns)
+    memory = torch.full((rows * columns + 2 * beside,), 7.0)
+    scales = (a_scale.data_ptr(), 1, b_scale.data_ptr(), 1, 1, 1.0, memory.data_ptr() + 4 * beside, 0, columns)
+    kernels = build.library()
+    if kernel == "epilogue":
+        sums = reference.exact_int_product(a, b)
+        assert not kernels.hot_hf_epilogue(sums.data_ptr(), rows, columns, *scales, 2)
+    else:
+        scratch = torch.empty(kernels.hot_hf_product_bytes(rows, columns, depth, 2), dtype=torch.uint8)
+        operands = (a.data_ptr(), *a.stride(), b.data_ptr(), *b.stride(), 0, rows, columns, depth)
+        assert not kernels.hot_hf_product(*operands, *scales, scratch.data_ptr(), 2)
+    expected = reference.scaled_product(a, b, a_scale, b_scale, torch.float32)
+    assert same(memory[beside:-beside].view(rows, columns), expected)
+    assert (memory[:beside] == 7).all() and (memory[-beside:] == 7).all()
