@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 if "--dry-run" in sys.argv:
@@ -158,8 +159,10 @@ def kernels(bench: Bench, name: str, n: int, i: int, o: int, label: str, config:
         "grad_weight": bench.turns(grad_weight, quantized, kept),
     }
     device = roofline.Device("here", rates["copy"], rates["bfloat16"], rates["int8"], rates["bfloat16"])
-    counted = {step.name.split(":")[0].split(",")[0]: step for step in roofline.steps(n, i, o, config)}
-    counted["x"] = roofline.steps(n, i, o, config)[0]
+    if not bench.dry and not torch.version.hip:
+        here = torch.get_device_module(bench.device).get_device_properties(bench.device)
+        device = replace(device, cache=here.L2_cache_size, processors=here.multi_processor_count)
+    counted = {step.name.split(":")[0]: step for step in roofline.steps(n, i, o, config, device=device)}
     rows = []
     for step, call in calls.items():
         milliseconds = bench.milliseconds(call)

@@ -4,7 +4,8 @@
     python scripts/kernel_report.py --dtypes bfloat16 --output /tmp/kernels.md
 
 Exits with 1 if a product lacks its int8 matrix instruction, a kernel spills registers, takes more shared memory than
-its architecture has, adds an offset narrower than 64 bit to a pointer, or fuses a multiplication with an addition.
+its architecture has, adds an offset narrower than 64 bit to a pointer, fuses a multiplication with an addition, or
+stores single bytes.
 """
 
 from __future__ import annotations
@@ -42,6 +43,8 @@ def problems(compiled: ahead.Compiled, target: tuple[str, int | str]) -> Iterato
         yield f"{len(compiled.narrow_offsets)} offsets below 64 bit"
     if compiled.fused:
         yield f"{compiled.fused} fused multiply-adds"
+    if compiled.byte_stores:
+        yield f"{compiled.byte_stores} stores of single bytes"
 
 
 def _one(job: tuple[str, torch.dtype, tuple]) -> tuple[str, torch.dtype, tuple, list[ahead.Compiled]]:
@@ -80,8 +83,8 @@ def report(results: list[tuple]) -> tuple[str, list[str]]:
         "speed is not known, and `docs/results/roofline.md` says what the hardware allows.",
         "",
         "Checked in each: no register spills (`ptxas -v`; the AMD kernel metadata), shared memory within the limit,",
-        "every pointer offset 64 bit in the TTIR, no fused multiply-add in the PTX, and for products the int8 matrix",
-        "instruction below.",
+        "every pointer offset 64 bit in the TTIR, no fused multiply-add in the PTX, no store of a single byte, and for",
+        "products the int8 matrix instruction below.",
         "",
         "## Problems",
         "",

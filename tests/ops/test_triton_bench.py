@@ -103,6 +103,44 @@ def test_ceilings_without_quantizers():
     assert backward == pytest.approx(8 / 3)
 
 
+def test_what_a_second_pass_finds():
+    """``roofline.found`` against a cache of 1,000 lines, oldest out first, gone through line by line."""
+    lines, between, per_read = 1000, int(torch.randint(0, 300, ())), int(torch.randint(0, 3, ()))
+    for read in (100, 900, 5000):
+        cache = dict.fromkeys([*range(read), *range(-between, 0)][-lines:])
+        hits, fresh = 0, iter(range(10**6, 10**7))
+        for line in reversed(range(read)):
+            hits += line in cache
+            cache.pop(line, None)
+            for used in (line, *(next(fresh) for _ in range(per_read))):
+                cache[used] = None
+            while len(cache) > lines:
+                del cache[next(iter(cache))]
+        assert hits == pytest.approx(roofline.found(read, per_read * read, between, lines), abs=2)
+
+
+def test_no_way_over_g_moves_less_than_the_second_read():
+    """But for the row maxima, which a barrier needs not: it fits where the second read comes from L2 altogether."""
+    for _, n, _, o in roofline.SHAPES:
+        for config in roofline.CONFIGS.values():
+            ways = roofline.ways_over_g(n, o, config)
+            assert ways.g == 2 * n * o and ways.second_read < ways.float32
+            if ways.barrier is not None:
+                row_maxima = 2 * 4 * n * (o // 64)
+                assert ways.cached == ways.g and ways.second_read == ways.barrier + row_maxima
+            else:
+                assert ways.cached < ways.g or ways.g > roofline.H200.on_chip
+
+
+def test_tokens_per_program_are_those_of_the_kernels():
+    pytest.importorskip("triton")
+    from hot_hf.ops.triton import tuning
+
+    for features in range(16, 20_000, 368):
+        expected = tuning.tokens_per_program(tuning.FAMILIES["sm_90"], torch.device("meta"), 2 * features)
+        assert roofline.tokens_per_program(roofline.H200, 2 * features) == expected
+
+
 def test_the_committed_page_is_what_the_script_writes():
     page = SCRIPTS.parent / "docs" / "results" / "roofline.md"
     assert page.read_text() == roofline.page(roofline.H200)

@@ -97,7 +97,7 @@ CASES: dict[str, tuple[str, Callable]] = {
     "rows int4, pseudo-stochastic": ("the same", _rows(4096, 4, True, "pseudo_stochastic")),
     "tokens int8": ("x of `int8`", _tokens(4096, 8)),
     "tokens int4": ("x of `ht_int4`", _tokens(4096, 4)),
-    "tokens int4, narrow": ("the same, 512 features", _tokens(512, 4)),
+    "tokens int4, narrow": ("the same, 384 features", _tokens(384, 4)),
     "tokens int4, stochastic": ("the same, 14,336 features", _tokens(14336, 4, "stochastic")),
     "tokens int4, pseudo-stochastic": ("the same, 14,336 features", _tokens(14336, 4, "pseudo_stochastic")),
     "tiles W int8": ("W of grad_input", _tiles(None, AlongTokens(8, True, 0, block_size=16))),
@@ -131,7 +131,8 @@ CASES: dict[str, tuple[str, Callable]] = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel for one target. registers: per thread; spills: bytes, stores and loads; shared: bytes per block."""
+    """One kernel for one target. registers: per thread; spills: bytes, stores and loads; shared: bytes per block;
+    byte_stores: instructions that write single bytes to memory."""
 
     kernel: str
     registers: int
@@ -140,6 +141,7 @@ class Compiled:
     matrix_instructions: tuple[str, ...]
     narrow_offsets: tuple[str, ...]
     fused: int
+    byte_stores: int
     asm: dict[str, str] = field(repr=False)
 
 
@@ -189,6 +191,7 @@ def compile_launch(launched: Launch, target: tuple[str, int | str]) -> Compiled:
         tuple(sorted(set(re.findall(matrix_instruction(arch), code)))),
         _narrow_offsets(compiled.asm["ttir"]),
         len(re.findall(r"\bfma\.rn\.f32", code)) if backend == "cuda" else 0,
+        len(re.findall(r"\bst\.global\.b8\b|\b(?:global|buffer|flat)_store_byte\b", code)),
         {"ttir": compiled.asm["ttir"], "code": code},
     )
 

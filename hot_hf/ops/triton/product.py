@@ -203,7 +203,9 @@ def transpose_kernel(x, y, rows, columns, stride_row, stride_column, y_stride, R
     column = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     tile = tl.load(x + row[:, None] * stride_row + column[None, :] * stride_column, inside, other=0)
-    tl.store(y + column[:, None] * y_stride + row[None, :], tl.trans(tile), tl.trans(inside))
+    # Up to the end of y's rows, which are a multiple of 16 long: a mask by ``rows`` would store byte by byte.
+    inside = (column < columns)[:, None] & (row < y_stride)[None, :]
+    tl.store(y + column[:, None] * y_stride + row[None, :], tl.trans(tile), inside)
 
 
 ALIGNMENT = 16  # bytes: the widest load

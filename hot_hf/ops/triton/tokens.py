@@ -3,7 +3,9 @@
 No program sees a whole column, so there are two launches: ``tile_maxima_kernel`` leaves one maximum per tile and column
 (or row) in a buffer of its own, without atomics; ``tile_quantize_kernel`` reads the tile again and writes integers.
 Both work on one tile along the features (``ROW``), along the tokens (``COLUMN``), or both: then the two quantizations
-of g share each read.
+of g share each read. The second launch takes the tiles in the opposite order, most recently read first, so that it
+finds in the L2 cache what still lies there; between them only the maxima are reduced (docs/results/roofline.md counts
+this, and why no way with one read moves less).
 
 Integers along the tokens are stored with the contraction innermost (stride 1), the layout that int8 matrix instructions
 need of both operands; the transposition happens within the tile.
@@ -35,10 +37,11 @@ from .tuning import Family
 
 
 @triton.jit
-def load_tile(x, row, column, rows, columns, stride_row, stride_column):
+def load_tile(x, row, column, rows, columns, stride_row, stride_column, KEEP: tl.constexpr):
+    """``KEEP``: it is read again, and should stay in the caches."""
     inside = (row < rows)[:, None] & (column < columns)[None, :]
     pointers = x + row[:, None] * stride_row + column[None, :] * stride_column
-    return tl.load(pointers, inside, other=0.0).to(tl.float32)
+    return tl.load(pointers, inside, other=0.0, eviction_policy="evict_last" if KEEP else "evict_first").to(tl.float32)
 
 
 @triton.jit
@@ -49,12 +52,12 @@ def along_tokens(
     rows,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
-    PROJECT: tl.constexpr,
+    RANK: tl.constexpr,
     FOLD: tl.constexpr,
     LOG: tl.constexpr,
 ):
     """The tile as it is quantized along the tokens: projected, or scaled per token and transformed."""
-    if PROJECT:
+    if RANK:
         w = project_rows(v, ROWS, COLS, LOG)
     else:
         w = v
@@ -65,16 +68,16 @@ def along_tokens(
 
 
 @triton.jit
-def token_rows(ROWS: tl.constexpr, PROJECT: tl.constexpr, LOG: tl.constexpr, rank):
-    """Rows of this tile's output along the tokens: their numbers, and which exist (a rank need not be 2^LOG)."""
-    if PROJECT:
-        KEPT: tl.constexpr = ROWS >> (4 - LOG)
-        local = tl.arange(0, KEPT).to(tl.int64)
-        position = local & ((1 << LOG) - 1)
-        return (tl.program_id(0).to(tl.int64) * (ROWS // 16) + (local >> LOG)) * rank + position, position < rank
+def token_rows(tile, ROWS: tl.constexpr, RANK: tl.constexpr, LOG: tl.constexpr):
+    """Rows of the output along the tokens of the tile-th ROWS tokens: their numbers, and which exist (a rank need not
+    be 2^LOG; RANK 0: not projected)."""
+    KEPT: tl.constexpr = ROWS >> (4 - LOG) if RANK else ROWS
+    local = tl.arange(0, KEPT).to(tl.int64)
+    if RANK == 0 or RANK == 1 << LOG:  # in order, which is what wide stores need
+        return tile * KEPT + local, local >= 0
     else:
-        local = tl.arange(0, ROWS).to(tl.int64)
-        return tl.program_id(0).to(tl.int64) * ROWS + local, local >= 0
+        position = local & ((1 << LOG) - 1)
+        return (tile * (ROWS // 16) + (local >> LOG)) * RANK + position, position < RANK
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -87,31 +90,31 @@ def tile_maxima_kernel(
     columns,
     stride_row,
     stride_column,
-    rank,
     ROWS: tl.constexpr,
     COLS: tl.constexpr,
     ROW: tl.constexpr,
     ROW_LOG: tl.constexpr,
     COLUMN: tl.constexpr,
-    PROJECT: tl.constexpr,
+    RANK: tl.constexpr,
     FOLD: tl.constexpr,
     LOG: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    tile_row = tl.program_id(0).to(tl.int64)
+    row = tile_row * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
-    v = load_tile(x, row, column, rows, columns, stride_row, stride_column)
+    v = load_tile(x, row, column, rows, columns, stride_row, stride_column, True)
     if ROW:
         bits = absolute_bits(butterfly_columns(v, ROWS, COLS, ROW_LOG))
         place = row * tl.num_programs(1) + tl.program_id(1)
         tl.store(row_maxima + place, tl.max(bits, 1), row < rows)
     if COLUMN:
-        bits = absolute_bits(along_tokens(v, token_scale, row, rows, ROWS, COLS, PROJECT, FOLD, LOG))
-        _, exists = token_rows(ROWS, PROJECT, LOG, rank)
+        bits = absolute_bits(along_tokens(v, token_scale, row, rows, ROWS, COLS, RANK, FOLD, LOG))
+        _, exists = token_rows(tile_row, ROWS, RANK, LOG)
         bits = tl.where(exists[:, None], bits, 0)
-        tl.store(column_maxima + tl.program_id(0).to(tl.int64) * columns + column, tl.max(bits, 0), column < columns)
+        tl.store(column_maxima + tile_row * columns + column, tl.max(bits, 0), column < columns)
 
 
-@triton.jit(do_not_specialize=["rows", "row_scales", "token_rows_kept", "row_seed", "column_seed"])
+@triton.jit(do_not_specialize=["rows", "row_scales", "row_seed", "column_seed"])
 def tile_quantize_kernel(
     x,
     token_scale,
@@ -130,8 +133,6 @@ def tile_quantize_kernel(
     row_width,
     row_seed,
     column_scales,
-    token_rows_kept,
-    rank,
     q_row_stride,
     q_column_stride,
     column_seed,
@@ -143,26 +144,28 @@ def tile_quantize_kernel(
     ROW_QMAX: tl.constexpr,
     ROW_PACK: tl.constexpr,
     COLUMN: tl.constexpr,
-    PROJECT: tl.constexpr,
+    RANK: tl.constexpr,
     FOLD: tl.constexpr,
     LOG: tl.constexpr,
     COLUMN_QMAX: tl.constexpr,
     COLUMN_PACK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1).to(tl.int64) * COLS + tl.arange(0, COLS)
-    v = load_tile(x, row, column, rows, columns, stride_row, stride_column)
+    tile_row = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)
+    tile_column = tl.num_programs(1) - 1 - tl.program_id(1).to(tl.int64)
+    row = tile_row * ROWS + tl.arange(0, ROWS)
+    column = tile_column * COLS + tl.arange(0, COLS)
+    v = load_tile(x, row, column, rows, columns, stride_row, stride_column, False)
     if ROW:
         which = tl.where(row_scales == 1, 0, row)  # one scale per tensor, or per row
         bits = tl.load(row_bits + which, row < rows, other=0)
         scale, inverse, live = scale_of(bits, ROW_QMAX)
-        if tl.program_id(1) == 0:
+        if tile_column == 0:
             tl.store(row_scale + row, scale, row < row_scales)
         index = row[:, None] * padded_columns + column[None, :]
         w = butterfly_columns(v, ROWS, COLS, ROW_LOG)
         q = round_int8(w, inverse[:, None], live[:, None], index, row_seed, ROW_QMAX, ROUNDING)
         if ROW_PACK:
-            pair = tl.program_id(1).to(tl.int64) * (COLS // 2) + tl.arange(0, COLS // 2)
+            pair = tile_column * (COLS // 2) + tl.arange(0, COLS // 2)
             inside = (row < rows)[:, None] & (pair < row_width)[None, :]
             tl.store(row_q + row[:, None] * row_width + pair[None, :], pack_columns(q, ROWS, COLS), inside)
         else:
@@ -172,22 +175,23 @@ def tile_quantize_kernel(
         which = tl.where(column_scales == 1, 0, column)
         bits = tl.load(column_bits + which, column < columns, other=0)
         scale, inverse, live = scale_of(bits, COLUMN_QMAX)
-        if tl.program_id(0) == 0:
+        if tile_row == 0:
             tl.store(column_scale + column, scale, column < column_scales)
-        out, exists = token_rows(ROWS, PROJECT, LOG, rank)
+        out, exists = token_rows(tile_row, ROWS, RANK, LOG)
         index = out[:, None] * columns + column[None, :]
-        w = along_tokens(v, token_scale, row, rows, ROWS, COLS, PROJECT, FOLD, LOG)
+        w = along_tokens(v, token_scale, row, rows, ROWS, COLS, RANK, FOLD, LOG)
         q = round_int8(w, inverse[None, :], live[None, :], index, column_seed, COLUMN_QMAX, ROUNDING)
         KEPT: tl.constexpr = w.shape[0]
-        inside = (exists & (out < token_rows_kept))[:, None]
+        # Up to the end of q's rows, which are a multiple of 16 long: a mask by their number would store byte by byte.
+        inside = (exists & (out < q_column_stride))[:, None]
         if COLUMN_PACK == "columns":
-            pair = tl.program_id(1).to(tl.int64) * (COLS // 2) + tl.arange(0, COLS // 2)
+            pair = tile_column * (COLS // 2) + tl.arange(0, COLS // 2)
             pointers = column_q + out[:, None] * q_row_stride + pair[None, :] * q_column_stride
             tl.store(pointers, pack_columns(q, KEPT, COLS), inside & (2 * pair < columns)[None, :])
         elif COLUMN_PACK == "rows":  # never projected: an output row per input row
-            pair = tl.program_id(0).to(tl.int64) * (ROWS // 2) + tl.arange(0, ROWS // 2)
+            pair = tile_row * (ROWS // 2) + tl.arange(0, ROWS // 2)
             pointers = column_q + pair[:, None] * q_row_stride + column[None, :] * q_column_stride
-            inside = (2 * pair < token_rows_kept)[:, None] & (column < columns)[None, :]
+            inside = (pair < q_column_stride)[:, None] & (column < columns)[None, :]
             tl.store(pointers, pack_rows(q, ROWS, COLS), inside)
         else:
             pointers = column_q + out[:, None] * q_row_stride + column[None, :] * q_column_stride
@@ -267,11 +271,10 @@ def quantize_tiles(
         "ROW": features is not None,
         "ROW_LOG": 0 if features is None else log2(features.block_size),
         "COLUMN": tokens is not None,
-        "PROJECT": tokens is not None and tokens.rank is not None,
+        "RANK": 0 if tokens is None or tokens.rank is None else tokens.rank,
         "FOLD": tokens is not None and tokens.token_scale is not None,
         "LOG": 0 if tokens is None else tokens.log(),
     }
-    rank = 0 if tokens is None or tokens.rank is None else tokens.rank
     launch(
         tile_maxima_kernel,
         grid,
@@ -283,7 +286,6 @@ def quantize_tiles(
         rows,
         columns,
         *x.stride(),
-        rank,
         **shared,
     )
     unused = (x, x, x)
@@ -296,13 +298,13 @@ def quantize_tiles(
         scale = torch.empty(bits.shape, dtype=torch.float32, device=x.device)
         row_result, row_arguments = (q, scale), (bits, scale, q)
         row_numbers = (bits.numel(), padded_columns, width, features.seed)
-    column_arguments, column_numbers = unused, (0, 0, 0, 0, 0, 0)
+    column_arguments, column_numbers = unused, (0, 0, 0, 0)
     if tokens is not None:
         bits = column_maxima.amax(0) if tokens.per_slice else column_maxima.amax().reshape(1)
         q = tokens.empty(x)
         scale = torch.empty(bits.shape, dtype=torch.float32, device=x.device)
         column_result, column_arguments = (q, scale), (bits, scale, q)
-        column_numbers = (bits.numel(), kept, rank, *q.stride(), tokens.seed)
+        column_numbers = (bits.numel(), *q.stride(), tokens.seed)
     launch(
         tile_quantize_kernel,
         grid,
