@@ -2,7 +2,7 @@
 
 Tokens come as whole images of ``prefix + height * width`` tokens, prefix tokens such as CLS first. Patches are gathered
 tile by tile (4x4 where both sides allow), so that a block of 16 is one tile, or several smaller ones beside each other:
-a Sylvester matrix is the Kronecker product of smaller ones, so the transform of every backend is the two-dimensional
+a Sylvester matrix is the Kronecker product of smaller ones, so the transform over tokens is the two-dimensional
 one there. Of each tile the rows with the smallest sum of both sequencies are kept. Prefix tokens of all images fill
 blocks of their own, of which every row is kept: they lose nothing but their rounding. Backends need nothing new.
 """
@@ -109,8 +109,10 @@ def arrangement(tokens: int, grid: tuple[int, int, int], rank: int, device: torc
 
 def _project(x: Tensor, bits: int, rank: int, grid: list[int], per_feature: bool, rounding: str, seed: int):
     how = arrangement(x.shape[0], tuple(grid), rank, x.device)
-    q, scale = backend_for(x).project_quantize(how.gather(x), bits, TOKEN_BLOCK, per_feature, rounding, seed)
-    return q.index_select(0, how.rows), scale
+    # Scales are those of the rows that are kept (SPEC section 3): what is dropped may be far larger.
+    kept = reference.project_tokens(how.gather(x), TOKEN_BLOCK).index_select(0, how.rows)
+    q, scale = backend_for(x).hadamard_quantize(kept, bits, 0, 1, per_feature, rounding, seed)
+    return q.contiguous(), scale
 
 
 def _check(op: str, tokens: int, grid: list[int]) -> None:
@@ -135,7 +137,7 @@ def compress_grid(
     """
     _check("compress_grid", x.shape[0], grid)
     q, scale = _project(x, bits, rank, grid, per_feature, rounding, seed)
-    return backend_for(x).pack_int4(q.contiguous()) if bits == 4 else q, scale
+    return backend_for(x).pack_int4(q) if bits == 4 else q, scale
 
 
 @compress_grid.register_fake

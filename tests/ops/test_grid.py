@@ -64,6 +64,20 @@ def test_gradient(grid, rank):
     assert packed.shape == (kept_rows(3 * tokens, grid, rank), 24)
 
 
+@pytest.mark.parametrize("bits", [8, 4])
+def test_scales_are_of_what_is_kept(bits):
+    """A smooth image under a checkerboard a thousand times stronger, which is dropped: only the rows kept count."""
+    smooth = torch.randn(2, 1, 1, 5).double() + 3
+    checkerboard = ((torch.arange(8)[:, None] + torch.arange(8)) % 2 * 2.0 - 1).double()[None, :, :, None]
+    x = (smooth + 1000 * checkerboard).reshape(2 * 64, 5)
+    g = torch.rand(2 * 64, 3).double() + 1
+    packed, scale = ops.compress_grid(x, bits, 8, [0, 8, 8], True, "nearest", 0)
+    value = ops.grad_weight_grid(g, packed, scale, bits, 5, 8, [0, 8, 8], True, "nearest", 0, torch.float64)
+    want = low_passed(g.view(2, 64, 3), (0, 8, 8), 8).flatten(0, 1).t() @ smooth.expand(2, 8, 8, 5).reshape(-1, 5)
+    # what is left of x is a constant in each image, rounded to half a step, 1 / 14 or 1 / 254 of the larger; g to 1 / 254
+    assert relative_error(value, want) < (0.02 if bits == 8 else 0.2)
+
+
 def test_order_of_rows():
     """Of a 4x4 tile, eight rows: all of sum 0 to 2, and of sum 3 those whose larger sequency is smaller."""
     assert all(_by_sequency(n) == ops.reference.sequency_order(n) for n in (1, 2, 4, 16))
