@@ -74,7 +74,7 @@ def test_scales_are_of_what_is_kept(bits):
     packed, scale = ops.compress_grid(x, bits, 8, [0, 8, 8], True, "nearest", 0)
     value = ops.grad_weight_grid(g, packed, scale, bits, 5, 8, [0, 8, 8], True, "nearest", 0, torch.float64)
     want = low_passed(g.view(2, 64, 3), (0, 8, 8), 8).flatten(0, 1).t() @ smooth.expand(2, 8, 8, 5).reshape(-1, 5)
-    # what is left of x is a constant in each image, rounded to half a step, 1 / 14 or 1 / 254 of the larger; g to 1 / 254
+    # what is left of x is a constant in each image, rounded to half a step: 1 / 14 or 1 / 254 of the larger
     assert relative_error(value, want) < (0.02 if bits == 8 else 0.2)
 
 
