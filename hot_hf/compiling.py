@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
-layers_patched = 0  # in this process
+_layers: dict[int, weakref.ref] = {}  # what apply_hot has left on patched layers, while it lives
 traces = 0  # of patched layers, in this process
 outside_graph: Callable | None = None  # calls its first argument with the others, uncompiled; there once traced
 _plans: set[tuple] = set()
+
+
+def count_layer(state: object) -> None:
+    """Count a patched layer until its state is gone: unpatched, patched anew, or deleted with its model."""
+    key = id(state)
+    _layers[key] = weakref.ref(state, lambda _, gone=_layers.pop: gone(key, None))
 
 
 def tracing(*plan) -> None:
@@ -15,7 +22,8 @@ def tracing(*plan) -> None:
 
     Blocks compiled one by one (regional compilation) share one code object, and torch.compile gives up on a code object
     after ``recompile_limit`` (8) versions: the ninth combination of plans would run uncompiled. Where plans differ,
-    every layer may need a version of its own, so the limit is raised by as many; shapes keep the 8 they had.
+    every layer may need a version of its own, so the limit is raised to 8, for shapes, and the patched layers that are
+    alive. It is process-wide, and never lowered: somebody else may have raised it.
     """
     global outside_graph, traces
     import torch._dynamo  # there already: it is what traces
@@ -26,7 +34,7 @@ def tracing(*plan) -> None:
     _plans.add(plan)
     if len(_plans) > 1:
         config = torch._dynamo.config
-        config.recompile_limit = max(config.recompile_limit, 8 + layers_patched)
+        config.recompile_limit = max(config.recompile_limit, 8 + len(_layers))
 
 
 # torch.compiler.assume_constant_result does this, after importing torch._dynamo (2 s) for everyone.

@@ -39,7 +39,7 @@ class HOTState:
     traces: int = field(default_factory=lambda: compiling.traces)  # of any layer, before this one was patched
 
     def __post_init__(self) -> None:
-        compiling.layers_patched += 1
+        compiling.count_layer(self)
 
     def enter(self) -> None:
         """What every forward does first: note the call."""

@@ -121,6 +121,22 @@ def test_one_plan_leaves_the_recompile_limit_alone(dynamo, monkeypatch):
     assert dynamo.config.recompile_limit == limit
 
 
+def test_the_recompile_limit_grows_with_living_layers(dynamo, monkeypatch):
+    """Not with every patch ever made: layers patched 20 times over count once, those of deleted models not at all."""
+    from hot_hf import compiling
+
+    monkeypatch.setattr(compiling, "_layers", {})
+    monkeypatch.setattr(dynamo.config, "recompile_limit", 8)
+    model = mlp(64, 64, 64, 64)
+    for _ in range(20):
+        apply_hot(model, HOTConfig(overrides={"0": {"activation_format": "int8"}}))
+    other = mlp(64, 64)
+    apply_hot(other, HOTConfig())
+    del other
+    torch.compile(model, backend="eager")(torch.randn(5, 64)).sum().backward()
+    assert dynamo.config.recompile_limit == 8 + 3
+
+
 def test_stochastic_rounding_leaves_the_graph(dynamo):
     """Each step draws anew and as in eager mode, step for step, with no version of a graph per step."""
     model = tiny_llama(layers=1)
