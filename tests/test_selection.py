@@ -92,6 +92,27 @@ def test_several_forwards_before_a_backward():
     assert model[0].hot.probe.recorded == 2
 
 
+def test_calls_of_a_shared_layer_are_one_micro_batch():
+    """ALBERT's layers are called again and again in each: they choose when the others do, by all their gradients."""
+    shared = nn.Linear(24, 24)
+    model = nn.Sequential(shared, shared, shared, nn.Linear(24, 24))
+    apply_hot(model, HOTConfig(**LQS, lqs_batches=2))
+    gradients = []
+    for batch in range(2):
+        assert shared.hot.probe is not None and model[3].hot.probe is not None
+        x = torch.randn(8, 24)
+        for layer in model:
+            x = layer(x)
+            if layer is shared:
+                x.register_hook(gradients.append)
+        x.square().sum().backward()
+        assert shared.hot.probe.recorded == model[3].hot.probe.recorded == batch + 1
+    expected = sum(errors_by_hand(g)[0] for g in gradients)
+    torch.testing.assert_close(float(shared.hot.probe.error_tensor), expected, rtol=1e-4, atol=0)
+    model(torch.randn(8, 24))
+    assert shared.hot.probe is None and model[3].hot.probe is None
+
+
 def test_measuring_uses_no_random_numbers():
     model = mlp(32, 24)
     apply_hot(model, HOTConfig(**LQS))

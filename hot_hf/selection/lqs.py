@@ -14,14 +14,15 @@ from ..ops import reference
 class GranularityProbe:
     """Records one layer's 4-bit quantization errors of g while its gradients are still exact.
 
-    After ``batches`` recorded backwards ``choose`` gives the plan. In a single process the layer takes it by itself at
-    its next forward; with several, ``fix_selection`` adds the errors over ranks first, so that all choose alike.
+    After ``batches`` recorded micro-batches ``choose`` gives the plan. In a single process the layer takes it by itself
+    at its next forward; with several, ``fix_selection`` adds the errors over ranks first, so that all choose alike.
     """
 
     def __init__(self, plan: Plan, batches: int, threshold: float) -> None:
         self.plan, self.batches, self.threshold = plan, batches, threshold
         self.choice = None  # a budget's record of what it measured
-        self.recorded = 0
+        self.recorded = 0  # micro-batches: a layer that is called several times in each (ALBERT's) counts once
+        self._backward = -1
         self.error_tensor: float | Tensor = 0.0
         self.error_token: float | Tensor = 0.0
 
@@ -45,7 +46,9 @@ class GranularityProbe:
             if torch.isfinite(errors[0]) and torch.isfinite(errors[1]):
                 self.error_tensor = self.error_tensor + errors[0]
                 self.error_token = self.error_token + errors[1]
-                self.recorded += 1
+                backward = torch._C._current_graph_task_id()
+                self.recorded += backward == -1 or backward != self._backward
+                self._backward = backward
 
     def choose(self) -> Plan:
         """per_token where ``e_token < threshold * e_tensor``, errors as Frobenius norms (SPEC section 7)."""
