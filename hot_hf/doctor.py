@@ -19,6 +19,7 @@ from . import ops, tune
 from .config import HOTConfig
 from .ops import FORMATS, backends, cpu, formats, reference
 from .ops.cpu import products
+from .ops.grid import BITS, arrangement
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft")
 # The scales multiply exact integers in two float32 products, in any order a backend likes: 2 * 2^-24, twice over.
@@ -72,6 +73,20 @@ def kernels_for(device: torch.device) -> str:
     return "Triton kernels" if reason is None else f"plain torch instead of kernels: {reason}"
 
 
+def _compress_grid(x: torch.Tensor, bits: int, rank: int, grid: list[int], per_feature: bool, rounding: str, seed: int):
+    how = arrangement(x.shape[0], tuple(grid), rank, x.device)
+    rows = reference.project_tokens(how.gather(x), reference.TOKEN_BLOCK).index_select(0, how.rows)
+    q, scale = reference.quantize(rows, bits, 0 if per_feature else None, rounding, seed)
+    return reference.pack_int4(q) if bits == 4 else q, scale
+
+
+def _grad_weight_grid(g: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bits: int, columns: int, *rest):
+    *rest, dtype = rest
+    g_int, g_scale = _compress_grid(g, 8, *rest)
+    x_int = reference.unpack_int4(packed, columns) if bits == 4 else packed
+    return reference.scaled_product(g_int.t(), x_int, g_scale, scale, dtype)
+
+
 # The same arguments, computed by the reference.
 EXPECTED = {
     ops.compress: lambda x, fmt, *rest: FORMATS[fmt].compress(reference, x, *rest),
@@ -80,7 +95,10 @@ EXPECTED = {
     ops.grad_both: lambda g, weight, packed, scale, bits, fmt, *rest: formats.grad_both(
         reference, g, weight, packed, scale, bits, FORMATS[fmt], *rest
     ),
+    ops.compress_grid: _compress_grid,
+    ops.grad_weight_grid: _grad_weight_grid,
 }
+GRID = [1, 4, 6]  # four images of CLS and 4 x 6 patches are 100 tokens
 
 
 def _cases(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple]:
@@ -96,6 +114,11 @@ def _cases(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Iterator[t
         yield f"grad_weight {fmt}", ops.grad_weight, g, packed, scale, fmt, *settings
         settings = (8, 16, True, True, "nearest", 0, torch.float32, torch.float32)
         yield f"grad_both {fmt}", ops.grad_both, g, weight, packed, scale, 8, fmt, *settings
+    for fmt, bits in BITS.items():
+        yield f"compress_grid {fmt}", ops.compress_grid, x, bits, 8, GRID, True, "stochastic", 5
+        packed, scale = _compress_grid(x, bits, 8, GRID, True, "nearest", 0)
+        settings = (x.shape[1], 8, GRID, True, "nearest", 0, torch.float32)
+        yield f"grad_weight_grid {fmt}", ops.grad_weight_grid, g, packed, scale, bits, *settings
 
 
 def _difference(actual, expected) -> float:

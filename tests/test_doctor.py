@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from torch.library import CustomOpDef
 
 from hot_hf import apply_hot, cli, doctor, ops, tune
-from hot_hf.ops import cpu
+from hot_hf.ops import cpu, grid
 
 
 def test_the_report_names_devices_backends_and_operators(capsys):
@@ -85,11 +86,28 @@ def test_a_device_without_kernels_is_named_with_the_reason(monkeypatch, capsys):
 
 
 def test_every_operator_and_format_is_checked():
+    """Whatever hot_hf.ops registers with torch is checked: what is not in the report cannot be called right."""
     names = " ".join(name for name, _, _ in doctor.self_check(torch.device("cpu")))
     for op in ("compress", "grad_weight", "grad_both"):
         assert all(f"{op} {fmt}" in names for fmt in ops.FORMATS)
+    assert all(f"{op}_grid hla_int{bits}" in names for op in ("compress", "grad_weight") for bits in (4, 8))
     assert all(f"grad_input INT{bits} {scales}" in names for bits in (4, 8) for scales in ("per_token", "per_tensor"))
-    assert set(doctor.EXPECTED) == {ops.compress, ops.grad_input, ops.grad_weight, ops.grad_both}
+    assert set(doctor.EXPECTED) == {op for op in vars(ops).values() if isinstance(op, CustomOpDef)}
+
+
+@pytest.mark.parametrize("op", ["compress_grid", "grad_weight_grid"])
+def test_a_wrong_operator_of_image_tokens_is_found(monkeypatch, op):
+    """The tiles of patches taken in another order than the reference's."""
+    right = grid.arrangement
+
+    def wrong(*args):
+        how = right(*args)
+        return grid.Arrangement(how.source.flip(0), how.place, how.length, how.rows)
+
+    monkeypatch.setattr(grid, "arrangement", wrong)  # the operators' own; doctor has the right one
+    verdicts = {name: verdict for name, _, verdict in doctor.self_check(torch.device("cpu"))}
+    wrong_ones = {name for name, verdict in verdicts.items() if verdict != "ok"}
+    assert {f"{op} hla_int8", f"{op} hla_int4"} <= wrong_ones and all("_grid" in name for name in wrong_ones)
 
 
 def timing(width: int, ratio: float) -> tune.Timing:
