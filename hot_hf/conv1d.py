@@ -30,7 +30,7 @@ class HOTConv1DMixin(HOTMixin):
 class HOTFalconMixin(HOTMixin):
     """FalconLinear: the bias is added after the product has been rounded, which differs in half precision."""
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         self.hot.enter()
-        y = hot_linear(self.hot, x, self.weight, None)
+        y = hot_linear(self.hot, input, self.weight, None)
         return y if self.bias is None else y + self.bias

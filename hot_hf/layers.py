@@ -116,9 +116,9 @@ class HOTMixin:
 
     hot: HOTState
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         self.hot.enter()
-        return hot_linear(self.hot, x, self.weight, self.bias)
+        return hot_linear(self.hot, input, self.weight, self.bias)
 
     @property
     def matrix(self) -> Tensor:

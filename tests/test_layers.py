@@ -1,11 +1,16 @@
 """A patched nn.Linear beside its exact twin: same forward, same dtypes and shapes, gradients as close as promised."""
 
+import inspect
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers.models.falcon.modeling_falcon import FalconLinear
+from transformers.pytorch_utils import Conv1D
 
 from hot_hf import HOTConfig, apply_hot, remove_hot
+from hot_hf.layers import HOTMixin
 from tests.linear import FLOATS, FORMAT_NAMES, NEAR, assert_near, leaf, pair, same_leaf
 from tests.models import cosine, grads, mlp, relative_error, tiny_bert, twin, whole
 
@@ -352,3 +357,14 @@ def test_hooks_survive():
     remove_hot(model)
     register("unpatched")
     check("before", "after", "unpatched")
+
+
+@pytest.mark.parametrize("make", [nn.Linear, lambda i, o: Conv1D(o, i), FalconLinear])
+def test_arguments_keep_their_names(make):
+    """A caller that passes them by keyword must not notice."""
+    layer = make(32, 24)
+    names = list(inspect.signature(type(layer).forward).parameters)
+    expected = layer(**{names[1]: (x := torch.randn(5, 32))})
+    apply_hot(layer, HOTConfig(min_features=1))
+    assert list(inspect.signature(type(layer).forward).parameters) == names
+    assert isinstance(layer, HOTMixin) and torch.equal(layer(**{names[1]: x}), expected)

@@ -302,6 +302,13 @@ def test_both_quantizers_of_g_at_once(dtype, rounding):
     assert cpu.quantize_both(g, 8, 16, False, 8, None, True, rounding, seeds) == (None, None)
 
 
+@needs_compiler
+def test_a_refused_call_is_an_error():
+    """Its memory was never written: also under python -O, which drops asserts."""
+    with pytest.raises(RuntimeError, match=r"refused its arguments \(torch.float32, 24\)"):
+        cpu._quantize(torch.randn(4, 48), 8, 1, 24, True, "nearest", 0)
+
+
 def test_temporaries_are_not_overwritten():
     """Memory is taken again only when no view of it is left, on whatever object."""
     first = workspace.temporary(1024, 1024)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import QMAX, ROUNDINGS, TOKEN_BLOCK, hadamard, pack_int4, padded
-from .build import DTYPES, ByRow, library
+from .build import DTYPES, ByRow, check, library
 from .products import int_product, packed_product, scaled_product, scaled_product_hadamard, unpack_int4
 from .workspace import temporary
 
@@ -125,7 +125,7 @@ def _quantize(
         torch.get_num_threads(),
         None if by_row is None else ctypes.addressof(by_row),
     )
-    assert not failed, (x.dtype, block)
+    check(failed, x.dtype, block)
     q = q.t() if turned else q
     return (q.view(torch.uint8) if packed else q), scale
 

@@ -73,6 +73,12 @@ def library() -> ctypes.CDLL | None:
     return _library if _tried else _load()
 
 
+def check(failed: int, *found: object) -> None:
+    """Raise where a kernel refused its arguments: its result was never written."""
+    if failed:
+        raise RuntimeError(f"hot_hf: a CPU kernel refused its arguments ({', '.join(map(str, found))})")
+
+
 def compiler() -> str | None:
     """The C++ compiler: ``$CXX``, or the first of c++, g++, clang++ on the path."""
     chosen = os.environ.get("CXX")

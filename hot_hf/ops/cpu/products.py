@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .. import reference
 from ..reference import hadamard
-from .build import DTYPES, library
+from .build import DTYPES, check, library
 from .workspace import temporary
 
 # int32 products are made and scaled in slices of at most this many bytes: shorter ones pack the right operand again too
@@ -104,7 +104,7 @@ def _tiled(a: Tensor, b: Tensor, width: int, scales: Scales, block: int, out: Te
         scratch.data_ptr(),
         threads,
     )
-    assert not failed, out.dtype
+    check(failed, out.dtype, block)
 
 
 def _sliced(a: Tensor, b: Tensor, width: int, scales: Scales, block: int, out: Tensor) -> None:
@@ -132,7 +132,7 @@ def _sliced(a: Tensor, b: Tensor, width: int, scales: Scales, block: int, out: T
             columns,
             torch.get_num_threads(),
         )
-        assert not failed, out.dtype
+        check(failed, out.dtype, block)
 
 
 def scaled_product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor | None, dtype: torch.dtype) -> Tensor:
