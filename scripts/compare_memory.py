@@ -3,6 +3,7 @@
 
     python scripts/compare_memory.py                      # every row that docs/results/memory.csv does not hold yet
     python scripts/compare_memory.py --rows vit-b/exact   # one row
+    python scripts/compare_memory.py --time               # the seconds of all rows anew, close together, in two rounds
     python scripts/compare_memory.py --page               # only docs/results/memory.md and its plots, from the rows
 
 Kept: what autograd saved for the backward (hot_hf.memory.measure), each storage once; "without loss" leaves out what
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import json
 import os
 import resource
 import statistics
@@ -26,6 +28,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from tqdm import tqdm
 
 from hot_hf import HOTConfig, apply_hot, fix_selection
 from hot_hf.memory import measure
@@ -35,6 +38,7 @@ TABLE = RESULTS / "memory.csv"
 FIELDS = ("workload", "method", "steps", "kept", "kept_without_loss", "resident", "seconds", "loss")
 MIB = 2**20
 TEXT_STEPS = 40
+TIMED_STEPS, TIMED_ROUNDS = 4, 2  # the first of each round is left out
 
 FULL = (
     "exact",
@@ -172,8 +176,9 @@ def resident() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def run_row(workload: str, method: str, steps: int | None) -> dict:
-    """Train ``method`` on ``workload`` and measure; fewer steps than the workload's own give no loss."""
+def run_row(workload: str, method: str, steps: int | None, timed: bool = False) -> dict:
+    """Train ``method`` on ``workload`` and measure; fewer steps than the workload's own give no loss. ``timed``: only
+    the CPU seconds of every step after the first."""
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)  # CPU seconds of one thread: what else the machine does hardly shows in them
     spec = WORKLOADS[workload]
@@ -195,6 +200,8 @@ def run_row(workload: str, method: str, steps: int | None) -> dict:
         if not peak:  # of the first step: measuring afterwards holds more
             fix_selection(model)  # lqs chooses after one batch here, so that the steps timed are those that last
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+    if timed:
+        return {"seconds": seconds[1:]}
     kept = measure(Wrapped(model, loss), {"batch": batches[0]})
     # torch's chunked loss hides what it keeps from saved-tensor hooks: the gradients of its input and its weight.
     hidden = 0
@@ -237,6 +244,21 @@ def add(row: dict) -> None:
         writer.writerows(done)
 
 
+def time_rows(workloads: list[str]) -> None:
+    """Measure the seconds of all rows again: one after the other, then all once more, so that what changes on the
+    machine meanwhile meets every row."""
+    found: dict[tuple[str, str], list[float]] = {}
+    chosen = [(r["workload"], r["method"]) for r in rows() if r["workload"] in workloads]
+    for _ in tqdm(range(TIMED_ROUNDS), "rounds"):
+        for name, method in tqdm(chosen, "rows", leave=False):
+            command = [sys.executable, __file__, "--rows", f"{name}/{method}", "--steps", str(TIMED_STEPS), "--timed"]
+            printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+            found.setdefault((name, method), []).extend(json.loads(printed.splitlines()[-1])["seconds"])
+    for row in rows():
+        if (key := (row["workload"], row["method"])) in found:
+            add(row | {"seconds": f"{statistics.median(found[key]):.3f}"})
+
+
 # The page
 
 
@@ -277,7 +299,8 @@ def page() -> None:
         f"one CPU thread, torch {torch.__version__.split('+')[0]}. Kept: bytes that autograd "
         "saves for the backward, each storage once, counted by saved-tensor hooks. Without loss: less what logits and "
         "loss keep. Resident: the growth of the process's peak in its first step, with gradients, optimizer state and "
-        "everything temporary. Seconds: CPU time of the median step after the first: forward, backward, optimizer. "
+        "everything temporary. Seconds: CPU time of the median step after the first: forward, backward, optimizer; "
+        f"all rows in {TIMED_ROUNDS} rounds, one row after the other. "
         "Rows without a loss ran three steps. "
         "What the numbers mean is in [memory.md](../memory.md).",
         "",
@@ -350,15 +373,23 @@ def main() -> None:
         "--rows", nargs="+", metavar="WORKLOAD/METHOD", help="only these, measured anew, in this process"
     )
     parser.add_argument("--steps", type=int, help="with --rows: fewer steps, for bytes and time alone")
+    parser.add_argument("--timed", action="store_true", help="with --rows: print their seconds, store nothing")
+    parser.add_argument("--time", action="store_true", help="measure the seconds of the stored rows anew")
     parser.add_argument("--workloads", nargs="+", choices=WORKLOADS, default=list(WORKLOADS))
     parser.add_argument("--page", action="store_true", help="only write the page")
     args = parser.parse_args()
+    if args.rows and args.timed:
+        for row in args.rows:
+            print(json.dumps(run_row(*row.split("/", 1), args.steps, timed=True)))
+        return
     if args.rows:
         for row in args.rows:
             add(run_row(*row.split("/", 1), args.steps))
             print(row, "done", flush=True)
         return
-    if not args.page:
+    if args.time:
+        time_rows(args.workloads)
+    elif not args.page:
         have = {(r["workload"], r["method"]) for r in rows() if int(r["steps"]) >= WORKLOADS[r["workload"]].steps}
         for name in args.workloads:
             for method in WORKLOADS[name].methods:
