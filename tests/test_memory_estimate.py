@@ -125,6 +125,25 @@ def test_devices_differ_where_their_kernels_do():
     assert cuda < 0.8 * cpu
 
 
+@pytest.mark.parametrize("kind", ["xpu", "mps", "cuda"])
+def test_the_device_is_this_machines_accelerator(monkeypatch, kind):
+    """C66: whatever its kind, not only where torch.cuda is there."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: torch.device(kind))
+    assert Estimator(CONFIGS["vit"], method="exact").device == kind
+    assert Estimator(CONFIGS["vit"], method="exact", device="cpu").device == "cpu"
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
+    assert Estimator(CONFIGS["vit"], method="exact").device == "cpu"
+
+
+def test_measuring_asks_no_device_that_is_not_there(monkeypatch):
+    """C66: a model on the CPU is measured by the CPU's random state alone, with no literal of another device."""
+    asked = []
+    real = torch.random.fork_rng
+    monkeypatch.setattr(torch.random, "fork_rng", lambda **settings: (asked.append(settings), real(**settings))[1])
+    measure(nn.Linear(2, 2), torch.ones(1, 2))
+    assert asked == [{"devices": [], "device_type": "cpu"}]
+
+
 def test_user_errors():
     with pytest.raises(ValueError, match=r"\['hat'\] not known"):
         estimate(CONFIGS["vit"], method="hat")
@@ -132,6 +151,8 @@ def test_user_errors():
         estimate(CONFIGS["vit"], method="paper+fast")
     with pytest.raises(ValueError, match="optimizer 'adam'"):
         estimate(CONFIGS["vit"], method="exact", optimizer="adam")
+    with pytest.raises(ValueError, match="device 'toaster'"):
+        estimate(CONFIGS["vit"], method="exact", device="toaster")
     with pytest.raises(ValueError, match="at least 1"):
         estimate(CONFIGS["vit"], batch=0, method="exact")
     with pytest.raises(ValueError, match="task 'sorting'"):

@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--lora-rank", type=int, default=8, help="rank of the adapters of methods with lora")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)")
     parser.add_argument("--task", choices=TASKS, help="where the configuration names no architecture")
-    parser.add_argument("--device", choices=("cpu", "cuda"), help="whose attention and dropout kernels are assumed")
+    parser.add_argument(
+        "--device", help="whose attention and dropout kernels are assumed: cpu, cuda, xpu ... (default: here)"
+    )
     parser.add_argument("--memory-gb", type=float, help="also find the largest batch that fits in so many GiB")
     parser.add_argument("--plot", type=Path, default=Path("estimate.png"), help="the chart (default: estimate.png)")
     parser.add_argument("--no-plot", action="store_true")

@@ -259,7 +259,7 @@ class Estimator:
         self.config = load_config(source)
         self.method = Method(method)
         self.length = length or default_length(self.config)
-        self.device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        self.device = _device_type(device)
         options = {"task": task, "dtype": dtype, "lora_rank": lora}
         self.model = build(self.config, self.method, **options)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -307,6 +307,17 @@ class Estimator:
         )
 
 
+def _device_type(device: str | None) -> str:
+    """The type of ``device``; by default that of this machine's accelerator, or the CPU where it has none."""
+    if device is None:
+        found = torch.accelerator.current_accelerator(check_available=True)
+        return "cpu" if found is None else found.type
+    try:
+        return torch.device(device).type
+    except RuntimeError as error:
+        raise ValueError(f"device {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
+
+
 def estimate(source: Any, batch: int = 8, length: int | None = None, method: str = "hot", **options) -> Estimate:
     """Predict what training needs, without weights, data or an accelerator.
 
@@ -317,13 +328,14 @@ def estimate(source: Any, batch: int = 8, length: int | None = None, method: str
         optimizer: one of OPTIMIZERS. lora: rank of adapters on all linear layers, for methods with "lora".
         dtype: of the weights. Training is in that type: autocast is not modelled.
         task: as the ``task`` of hot-hf estimate, when the configuration names no architecture.
-        device: "cpu" or "cuda", whose kernels decide what attention and dropout keep; by default what this machine has.
+        device: "cpu", "cuda" or another type that torch knows, whose kernels decide what attention and dropout keep
+            (those of every accelerator are taken for fused); by default what this machine has.
 
     Returns:
         an Estimate, in bytes.
 
     Raises:
-        ValueError: for an unknown method, optimizer or task, or a model that takes neither tokens nor pixels.
+        ValueError: for an unknown method, optimizer, task or device, or a model that takes neither tokens nor pixels.
     """
     return Estimator(source, length=length, method=method, **options).at(batch)
 

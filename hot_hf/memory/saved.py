@@ -145,8 +145,9 @@ def measure(model: nn.Module, batch: Mapping[str, Any] | Any) -> Measurement:
     """
     if not torch.is_grad_enabled():
         raise RuntimeError("hot_hf.memory.measure: gradients are switched off here; call it outside torch.no_grad().")
-    devices = {p.device for p in model.parameters()} - {torch.device("cpu"), torch.device("meta")}
-    with torch.random.fork_rng(devices=list(devices), device_type=next(iter(devices)).type if devices else "cuda"):
+    devices = {p.device for p in model.parameters() if p.device.type not in ("cpu", "meta")}
+    # The CPU's random state is restored in any case.
+    with torch.random.fork_rng(devices=list(devices), device_type=next((d.type for d in devices), "cpu")):
         with SavedTensors(model) as saved:
             output = model(**batch) if isinstance(batch, Mapping) else model(batch)
         del output
