@@ -4,7 +4,7 @@ from importlib import import_module
 
 from .config import HOTConfig
 from .layers import HOTLinear
-from .patching import HOTPatchError, apply_hot, remove_hot
+from .patching import HOTPatchError, apply_hot, remove_hot, report_of
 from .report import CoverageReport
 from .selection import fix_selection
 
@@ -18,6 +18,7 @@ __all__ = [
     "fix_selection",
     "install",
     "remove_hot",
+    "report_of",
     "uninstall",
 ]
 __version__ = "0.1.0"

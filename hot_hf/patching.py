@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -11,18 +13,20 @@ import torch
 from torch import nn
 
 from . import ops
-from .block import changed_block, compress_blocks, restore_blocks
+from .block import HOTBlockMixin, changed_block, compress_blocks, restore_blocks
 from .config import HOTConfig
 from .kinds import LINEAR, features, hot_class_of, is_linear, kind_of, original_class
 from .layers import HOTMixin, HOTState, is_dtensor, swap_class
-from .report import CoverageReport, ModuleRow
+from .report import LEFT_OUT, UNSEEN, CoverageReport, ModuleRow, trains
 from .rounding import StepClock
+from .saving import SavePretrained, configurations
+from .saving import config_of as config_of
 from .selection import Budget, BudgetProbe, GranularityProbe
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 # Routers send tokens by argmax: a noisy gradient there is a wrong expert, and they are a few columns wide anyway.
 HEAD_PATTERNS = ("lm_head", "*.lm_head", "*.router", "router", "*.gate", "gate", "*.shared_expert_gate")
-CHOSEN = ("not in include", "excluded")  # reasons to skip that the user gave
+BY_BUDGET = "chosen by budget"
 _WRAPPING = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
 _WILDCARD = re.compile(r"[*?\[]")
 _ADAPTER = re.compile(r"(^|\.)(lora_[A-Z]\w*|modules_to_save)\.")
@@ -56,9 +60,9 @@ def _output_embedding(model: nn.Module) -> nn.Module | None:
 def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Module | None) -> str | None:
     """Why a linear layer stays as it is, or None when it is to be patched. Order: what the user said comes first."""
     if not any(matches(name, p) for p in config.include):
-        return CHOSEN[0]
+        return LEFT_OUT[0]
     if any(matches(name, p) for p in config.exclude):
-        return CHOSEN[1]
+        return LEFT_OUT[1]
     kind, cls = kind_of(module), original_class(module)
     if kind is None and cls.__name__ not in config.linear_classes:
         if cls.__name__ == "NonDynamicallyQuantizableLinear":
@@ -83,7 +87,7 @@ def _reason_to_skip(name: str, module: nn.Module, config: HOTConfig, head: nn.Mo
     if config.plan(lambda p: matches(name, p)).exact and not (
         config.selection == "budget" and _in_budget(name, module, config)
     ):
-        return "configured exact"
+        return LEFT_OUT[2]
     return None
 
 
@@ -146,19 +150,62 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     Classes are swapped; parameters, names, hooks, ties and state_dict stay (DESIGN decision 1). A patched model may be
     patched again: the new configuration replaces the old one.
 
+    Layers that are made afterwards are not patched. Where adapters come after it (``get_peft_model`` on a patched
+    model) and ``config.lora`` is set, call it once more with the same configuration before the first step, as
+    ``HOTCallback`` does by itself; a frozen base keeps nothing, so that without ``lora=True`` HOT saves no memory under
+    LoRA, of which a warning tells.
+
     Args:
         model: any nn.Module, a transformers or PEFT model, or a single nn.Linear.
-        config: a HOTConfig, its dict, a preset name, or None for the default.
+        config: a HOTConfig, its dict, a preset name, or None for the default. The model keeps a copy.
 
     Returns:
-        a CoverageReport; ``print`` it for a table.
+        a CoverageReport; ``print`` it for a table. ``report_of(model)`` gives it again at any time.
 
     Raises:
         HOTPatchError: when nothing is left to patch, when a pattern matches no layer, or when a layer has a forward
             of its own. Nothing is changed then.
     """
-    config = HOTConfig.coerce(config)
+    config = copy.deepcopy(HOTConfig.coerce(config))
     linears = list(_named_linears(model))
+    _check_patterns(linears, config)
+    head = _output_embedding(model)
+    under_fsdp = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)
+    report = CoverageReport.of(model)
+    to_patch: list[tuple[str, nn.Module]] = []
+    for name, module, first_name in linears:
+        if first_name is not None:
+            report.alias(name, first_name)
+            continue
+        reason = _reason_to_skip(name, module, config, head)
+        if reason not in LEFT_OUT[:2] and not (config.skip_heads and _is_head(name, module, head)):
+            _check_wrapping(name, module, under_fsdp)
+        if reason is None:
+            _check_patchable(name, module)
+            to_patch.append((name, module))
+        by_budget = config.selection == "budget" and _in_budget(name, module, config)
+        label = BY_BUDGET if by_budget else config.plan(lambda p, n=name: matches(n, p)).label()
+        report.rows.append(ModuleRow.of(name, module, reason, label))
+    if not to_patch and LEFT_OUT[2] not in report.skipped.values():
+        raise HOTPatchError(
+            f"apply_hot found nothing to patch in {type(model).__name__}:\n{report}\n"
+            "Widen include, shorten exclude, or lower min_features."
+        )
+    _unpatch(model)
+    clock, budget = StepClock(), Budget(config) if config.selection == "budget" else None
+    for name, module in to_patch:
+        _patch(name, module, config, clock, budget)
+    if not torch.accelerator.is_available() and any(p.is_cpu for _, m in to_patch for p in m.parameters(recurse=False)):
+        ops.cpu.warm_up()  # the first time on a machine this compiles for seconds: here, not inside the first step
+    if config.compress == "block":
+        report.notes += compress_blocks(model)
+    if (advice := advice_on_adapters(model)) is not None:
+        warnings.warn(advice, stacklevel=2)
+    return report
+
+
+def _check_patterns(linears: list[tuple[str, nn.Module, str | None]], config: HOTConfig) -> None:
+    """Refuse a pattern that matches no layer, or only a second name of one."""
     names = [name for name, _, first_name in linears if first_name is None]
     for where, patterns in (
         ("include", [p for p in config.include if p != "*"]),
@@ -178,37 +225,56 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
                 f"HOTConfig.{where}: {which} matches no linear layer. Patterns match full names, such as "
                 f"{[canonical_name(n) for n in names[:3]]}; write '*.{missing[0]}' to match the end of a name."
             )
-    head = _output_embedding(model)
-    under_fsdp = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)
-    report = CoverageReport.of(model)
-    to_patch: list[tuple[str, nn.Module]] = []
-    for name, module, first_name in linears:
+
+
+def report_of(model: nn.Module) -> CoverageReport | None:
+    """What HOT does to ``model`` now, layer by layer, or None where no layer is patched.
+
+    As ``apply_hot`` reported it, with the plans that a selection has chosen since, and with the layers that it has not
+    seen because they were made later (``CoverageReport.unseen``).
+    """
+    found = configurations(model)
+    if not found:
+        return None
+    report, head = CoverageReport.of(model), _output_embedding(model)
+    for name, module, first_name in _named_linears(model):
         if first_name is not None:
             report.alias(name, first_name)
-            continue
-        reason = _reason_to_skip(name, module, config, head)
-        if reason not in CHOSEN and not (config.skip_heads and _is_head(name, module, head)):
-            _check_wrapping(name, module, under_fsdp)
-        if reason is None:
-            _check_patchable(name, module)
-            to_patch.append((name, module))
-        by_budget = config.selection == "budget" and _in_budget(name, module, config)
-        label = "chosen by budget" if by_budget else config.plan(lambda p, n=name: matches(n, p)).label()
-        report.rows.append(ModuleRow.of(name, module, reason, label))
-    if not to_patch and "configured exact" not in report.skipped.values():
-        raise HOTPatchError(
-            f"apply_hot found nothing to patch in {type(model).__name__}:\n{report}\n"
-            "Widen include, shorten exclude, or lower min_features."
-        )
-    remove_hot(model)
-    clock, budget = StepClock(), Budget(config) if config.selection == "budget" else None
-    for name, module in to_patch:
-        _patch(name, module, config, clock, budget)
-    if not torch.accelerator.is_available() and any(p.is_cpu for _, m in to_patch for p in m.parameters(recurse=False)):
-        ops.cpu.warm_up()  # the first time on a machine this compiles for seconds: here, not inside the first step
-    if config.compress == "block":
-        report.notes += compress_blocks(model)
+        elif isinstance(module, HOTMixin):
+            label = BY_BUDGET if isinstance(module.hot.probe, BudgetProbe) else module.hot.plan.label()
+            report.rows.append(ModuleRow.of(name, module, None, label))
+        else:
+            reason = _reason_to_skip(name, module, found[0][0], head) or UNSEEN
+            report.rows.append(ModuleRow.of(name, module, reason, ""))
+    if blocks := sum(isinstance(m, HOTBlockMixin) for m in model.modules()):
+        report.notes.append(f"compress='block': {blocks} blocks")
+    if len(found) > 1:
+        report.notes.append(f"{len(found)} configurations: apply_hot was called on parts of the model")
     return report
+
+
+def patched_as_a_whole(model: nn.Module) -> bool:
+    """Whether ``model`` itself was given to apply_hot: layers know the names they had there."""
+    patched = [(name, m) for name, m in model.named_modules() if isinstance(m, HOTMixin)]
+    return bool(patched) and all(canonical_name(name) == m.hot.name for name, m in patched)
+
+
+def advice_on_adapters(model: nn.Module) -> str | None:
+    """What to say of a model whose adapters train while all that HOT has patched is frozen, or None."""
+    adapters = False
+    for name, module in model.named_modules():
+        if isinstance(module, HOTMixin):
+            if trains(module):
+                return None
+        elif ".lora_A." in name and is_linear(module):
+            adapters = adapters or trains(module)
+    if not adapters or all(config.lora for config, _ in configurations(model)):
+        return None
+    return (
+        "hot_hf: every patched layer is frozen and only the adapters train, so HOT keeps nothing, saves no memory, and "
+        "its gradients are inexact all the same. HOTConfig(lora=True) patches lora_A as well, whose kept inputs are "
+        "what fills memory under LoRA."
+    )
 
 
 def _patch(name: str, module: nn.Module, config: HOTConfig, clock: StepClock, budget: Budget | None) -> None:
@@ -227,11 +293,6 @@ def _patch(name: str, module: nn.Module, config: HOTConfig, clock: StepClock, bu
     swap_class(module, hot_class_of(original, kind.mixin))
 
 
-def config_of(model: nn.Module) -> HOTConfig | None:
-    """The configuration that ``model`` was patched with, or None where no layer is patched."""
-    return next((m.hot.config for m in model.modules() if isinstance(m, HOTMixin)), None)
-
-
 def remove_hot(model: nn.Module) -> list[str]:
     """Give every patched layer its class back; returns their names. A model without HOT is left as it is.
 
@@ -239,6 +300,13 @@ def remove_hot(model: nn.Module) -> list[str]:
         HOTPatchError: when something else has changed a layer's class since (parametrizations, fully_shard). Nothing
             is changed then.
     """
+    names = _unpatch(model)
+    if isinstance(vars(model).get("save_pretrained"), SavePretrained):
+        del model.save_pretrained
+    return names
+
+
+def _unpatch(model: nn.Module) -> list[str]:
     patched = [(name, module) for name, module in model.named_modules() if isinstance(module, HOTMixin)]
     for name, module in patched:
         if type(module) is not hot_class_of(module.hot.original_class):

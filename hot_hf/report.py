@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from dataclasses import dataclass, field
 
 from torch import nn
 
-from .kinds import CONV1D, features, is_linear, kind_of, original_class
+from .kinds import CONV1D, LINEAR, features, is_linear, kind_of, original_class
 
+logger = logging.getLogger("hot_hf")
 PATCHED = "patched"
+LEFT_OUT = ("not in include", "excluded", "configured exact")  # reasons that the user gave
+UNSEEN = "not patched yet: apply_hot has not seen it"
+LOW = 0.5  # share of multiply-adds below which a model is said to be hardly covered
 
 
 def _numel(parameter: nn.Parameter) -> int:
@@ -29,6 +34,12 @@ def _multiply_adds(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1)
 
 
+def trains(module: nn.Module) -> bool:
+    """Whether a linear layer's weight needs a gradient; where none does, HOT keeps nothing of its input."""
+    weights = [p for name, p in module.named_parameters(recurse=False) if "bias" not in name]
+    return any(w.requires_grad for w in (*weights, (kind_of(module) or LINEAR).weight(module)))
+
+
 @dataclass(frozen=True)
 class ModuleRow:
     """One layer: ``action`` is ``patched`` with its plan, or ``exact`` with the reason."""
@@ -43,6 +54,8 @@ class ModuleRow:
 
     @classmethod
     def of(cls, name: str, module: nn.Module, skip_reason: str | None, plan: str) -> ModuleRow:
+        if not trains(module):
+            plan = plan.partition(" / ")[0] + "; frozen, keeps nothing"
         return cls(
             name or "(root)",
             original_class(module).__name__,
@@ -108,6 +121,40 @@ class CoverageReport:
         """Share of the weight products' multiply-adds, counted per position of each layer's input."""
         return self._share("multiply_adds", self.total_multiply_adds)
 
+    @property
+    def unseen(self) -> list[str]:
+        """Layers that the configuration is for and that are not patched: made, or put in, after apply_hot."""
+        return [row.name for row in self.rows if row.reason == UNSEEN]
+
+    @property
+    def low(self) -> bool:
+        """Whether patched layers have less than half of the multiply-adds that the user has not left out himself.
+
+        Never with patched adapters: there the inputs of the adapters are what is kept, whatever the base is.
+        """
+        left_out = sum(row.multiply_adds for row in self.rows if row.reason in LEFT_OUT)
+        covered = sum(row.multiply_adds for row in self.rows if row.action == PATCHED)
+        adapters = any(".lora_" in name for name in self.patched)
+        return not adapters and covered < LOW * (self.total_multiply_adds - left_out)
+
+    @property
+    def summary(self) -> str:
+        """One line with the counts and shares."""
+        return (
+            f"{self.model}: {len(self.patched)} of {len(self.rows)} linear layers patched, "
+            f"{self.parameter_share:.1%} of parameters, {self.multiply_add_share:.1%} of multiply-adds"
+        )
+
+    def announce(self) -> None:
+        """Log the summary to ``logging.getLogger("hot_hf")``: a warning where coverage is low, else at level INFO."""
+        if self.low:
+            logger.warning(
+                "%s. HOT changes little of this model: print(hot_hf.report_of(model)) says why, layer by layer.",
+                self.summary,
+            )
+        else:
+            logger.info("%s", self.summary)
+
     def __str__(self) -> str:
         """Layers grouped by their last names, shapes and fates, largest first."""
         groups: Counter = Counter()
@@ -124,10 +171,7 @@ class CoverageReport:
         widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
         lines = ["  ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)).rstrip() for line in table]
         lines.insert(1, "-" * max(map(len, lines)))
-        lines.append(
-            f"{self.model}: {len(self.patched)} of {len(self.rows)} linear layers patched, "
-            f"{self.parameter_share:.1%} of parameters, {self.multiply_add_share:.1%} of multiply-adds"
-        )
+        lines.append(self.summary)
         for name, first in self.aliases.items():
             lines.append(f"{name} is {first} under a second name")
         lines += self.notes

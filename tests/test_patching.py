@@ -11,8 +11,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hot_hf
-from hot_hf import HOTConfig, HOTLinear, HOTPatchError, apply_hot, remove_hot
-from hot_hf.patching import canonical_name, matches
+from hot_hf import HOTConfig, HOTLinear, HOTPatchError, apply_hot, fix_selection, remove_hot, report_of
+from hot_hf.patching import canonical_name, config_of, matches
+from hot_hf.saving import save_beside
 from tests.models import grads, mlp, tiny_llama, tiny_vit, token_batch
 
 
@@ -129,6 +130,75 @@ def test_one_of_two_models():
     apply_hot(model)
     assert fingerprint(other) == before and F.linear is linear and nn.Linear.forward is forward
     assert type(model[0]) is HOTLinear
+
+
+# The report, at any time
+
+
+@pytest.mark.parametrize("build", [tiny_llama, tiny_vit, lambda: mlp(64, 63, 64, 64)], ids=["llama", "vit", "mlp"])
+def test_report_of_a_patched_model(build):
+    """What apply_hot said can be read from the model, from its copies too; without HOT there is nothing to report."""
+    model = build()
+    assert report_of(model) is None
+    report = apply_hot(model, HOTConfig(rank=5))
+    assert report_of(model) == report and str(report_of(copy.deepcopy(model))) == str(report)
+    remove_hot(model)
+    assert report_of(model) is None
+
+
+def test_report_follows_the_model():
+    """Plans chosen since, layers made since, and layers frozen since, which keep nothing."""
+    model = mlp(64, 64, 64, 64)
+    apply_hot(model, HOTConfig.paper(lqs_batches=9))
+    assert "lqs" in report_of(model).rows[0].reason
+    fix_selection(model)  # nothing was recorded
+    assert report_of(model).rows[0].reason == "INT4 per_token / hla_int8 r=8"
+    model[2] = nn.Linear(64, 64)
+    model[4].requires_grad_(False)
+    report = report_of(model)
+    assert report.unseen == ["2"] and report.patched == ["0", "4"]
+    assert report.rows[2].reason == "INT4 per_token; frozen, keeps nothing"
+    budget = mlp(64, 64)
+    budget[0].weight.requires_grad_(False)  # a bias that trains keeps nothing either
+    first = apply_hot(budget, HOTConfig(selection="budget", max_grad_error=0.1))
+    assert first == report_of(budget) and first.rows[0].reason == "chosen by budget; frozen, keeps nothing"
+
+
+def test_low_coverage_is_announced(caplog):
+    """A line with counts: a warning where less than half of what the user did not leave out is covered."""
+    wide_head = {"vocab_size": 4096}
+    caplog.set_level("INFO", logger="hot_hf")
+    for model, config, level in (
+        (tiny_llama(1), HOTConfig(), "INFO"),
+        (tiny_llama(1, **wide_head), HOTConfig(), "WARNING"),
+        (tiny_llama(1, **wide_head), HOTConfig(exclude=["lm_head"]), "INFO"),
+        (tiny_llama(2), HOTConfig(include=["*.q_proj"]), "INFO"),
+        (mlp(64, 64), HOTConfig(grad_input_bits=None, activation_format="none"), "INFO"),
+    ):
+        caplog.clear()
+        report = apply_hot(model, config)
+        assert not caplog.records
+        report.announce()
+        assert [r.levelname for r in caplog.records] == [level]
+        assert f"{len(report.patched)} of {len(report.rows)} linear layers patched" in caplog.text
+        assert ("report_of" in caplog.text) == (level == "WARNING")
+
+
+def test_configuration_is_kept_as_it_was(caplog, tmp_path):
+    """The caller's object may change afterwards; parts with different configurations have none in common."""
+    model, config = mlp(64, 64, 64), HOTConfig(overrides={"0": {"rank": 4}})
+    apply_hot(model, config)
+    config.rank, config.overrides["0"]["rank"] = 3, 2
+    assert config_of(model) == HOTConfig(overrides={"0": {"rank": 4}})
+    assert config_of(model) is model[0].hot.config is model[2].hot.config
+    apply_hot(model[2], HOTConfig.fast())
+    with pytest.raises(ValueError, match=r"2 different configurations.*: 0; 2\. Call apply_hot on the whole"):
+        config_of(model)
+    assert "2 configurations" in str(report_of(model)) and report_of(model).patched == ["0", "2"]
+    assert not save_beside(model, tmp_path) and not list(tmp_path.iterdir())
+    assert "No hot_config.json is written" in caplog.text
+    apply_hot(model)
+    assert save_beside(model, tmp_path) and HOTConfig.from_pretrained(tmp_path) == HOTConfig()
 
 
 # Giving back
@@ -323,14 +393,18 @@ def test_patterns_mean_the_same_under_peft(before, lora):
     else:
         model = get_peft_model(model, peft_config)
         apply_hot(model, config)
+    layer = "model.layers.1."
+    expected = {layer + f"self_attn.{p}_proj.lora_A.default" for p in "qv"} if lora else set()
+    if before:  # adapters made since: known, and patched by a second call
+        assert {canonical_name(n) for n in report_of(model).unseen} == expected
+        apply_hot(model, config)
+    assert report_of(model).unseen == []
     patched = {canonical_name(n): m for n, m in model.named_modules() if isinstance(m, HOTLinear)}
     adapters = {n for n in patched if "lora_" in n}
     base = {n for n in patched if n not in adapters}
-    layer = "model.layers.1."
     assert base == {layer + f"self_attn.{p}_proj" for p in "qkvo"} | {
         layer + f"mlp.{p}_proj" for p in ("gate", "up", "down")
     }
-    expected = {layer + f"self_attn.{p}_proj.lora_A.default" for p in "qv"} if lora and not before else set()
     assert adapters == expected
     assert patched[layer + "self_attn.v_proj"].hot.plan.activation_format == "int8"
     model(**token_batch()).loss.backward()
