@@ -7,13 +7,15 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 from transformers import DefaultFlowCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, ExportableState
 from transformers.utils import logging
 
 from .config import HOTConfig
-from .monitor import GradientErrors, KeptMeter, NonFiniteGradients, hot_layers, never_called
+from .layers import HOTMixin
+from .monitor import GradientErrors, KeptMeter, NonFiniteGradients, hot_layers, never_called, stop_measuring
 from .patching import apply_hot, config_of
 from .selection import SelectedPlan, fix_selection
 from .selection.planfile import PLAN_NAME
@@ -60,9 +62,18 @@ class HOTCallback(TrainerCallback, ExportableState):
         self.error_every, self.error_layers, self.audit_steps = error_every, error_layers, audit_steps
         # Once fixed, by layer: the granularity from lqs, all settings of the plan from a budget.
         self.selection: dict[str, str | dict[str, Any]] = {}
+        self._errors: GradientErrors | None = None
+        self._metered: WeakSet[HOTMixin] = WeakSet()
         self._forget()
 
     def _forget(self) -> None:
+        """Drop what belongs to one run, whether it has come to its end or not."""
+        if self._errors is not None:
+            self._errors.stop()
+        for layer in self._metered:
+            if isinstance(layer, HOTMixin):  # not removed since
+                layer.hot.meter = None
+        self._metered.clear()
         self._first_step = 0
         self._measured: list = []
         self._meter: KeptMeter | None = None
@@ -86,6 +97,7 @@ class HOTCallback(TrainerCallback, ExportableState):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):
         self._forget()
+        stop_measuring(model)  # another callback's run may have ended with an error
         self._first_step = state.global_step
         configured = config_of(model)
         if configured is None:
@@ -154,10 +166,7 @@ class HOTCallback(TrainerCallback, ExportableState):
                 SelectedPlan.of(model).save(directory / PLAN_NAME)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
-        if self._errors is not None:
-            self._errors.stop()
-        for layer in hot_layers(model):
-            layer.hot.meter = None
+        stop_measuring(model)
         self._forget()
 
     # Parts
@@ -180,6 +189,7 @@ class HOTCallback(TrainerCallback, ExportableState):
         self._meter, self._non_finite = KeptMeter(), NonFiniteGradients()
         for layer in hot_layers(model):
             layer.hot.meter = self._meter
+            self._metered.add(layer)
         if self.error_every and not args.torch_compile:
             self._errors = GradientErrors.sample(model, self.error_layers)
         self._count_layers(model)

@@ -86,8 +86,11 @@ def test_calibration_leaves_batch_norm_alone(tmp_path):
     assert state.keys() == want.keys() and all(torch.equal(state[name], want[name]) for name in want)
 
 
-def test_calibration_leaves_the_model_as_it_was(tmp_path):
-    """C28: flags, buffers and requires_grad are untouched while lqs measures, also when a step raises midway."""
+@pytest.mark.parametrize("same_callback", [True, False])
+@pytest.mark.parametrize("config", [HOTConfig(), HOTConfig.paper()], ids=["default", "lqs measures"])
+def test_calibration_leaves_the_model_as_it_was(config, same_callback, tmp_path):
+    """C28: flags, buffers, hooks and requires_grad are untouched by measuring, also when a step raises midway, once the
+    callback, or the model with another one, is used again."""
     model = tiny_bert()
     model.bert.embeddings.requires_grad_(False)
     model.config.use_cache = False
@@ -99,12 +102,22 @@ def test_calibration_leaves_the_model_as_it_was(tmp_path):
                 raise KeyboardInterrupt
 
     data = [{**r, "labels": torch.randint(2, ())} for r in rows()]
-    callback = HOTCallback(HOTConfig.paper(), error_every=1)
+    callback = HOTCallback(config, error_every=1)
     run = trainer(model, data, tmp_path, [callback, Raise()], report_to="tensorboard")
     with pytest.raises(KeyboardInterrupt):
         run.train()
     assert {n: p.requires_grad for n, p in model.named_parameters()} == flags and model.training
-    run.remove_callback(Raise)
+    hooks = sum(len(m._forward_hooks) for m in layers(model).values())
+    assert hooks == (0 if config.grad_input_granularity == "lqs" else callback.error_layers)  # of the step that broke
+    other = model
+    if same_callback:
+        other = tiny_bert()  # the callback alone lets go of the first model
+        run.model = run.model_wrapped = other
+        run.remove_callback(Raise)
+    else:
+        callback = HOTCallback(config, error_every=1)
+        run = trainer(model, data, tmp_path, [callback], report_to="tensorboard")
     run.train()
-    assert len(callback.selection) == len(layers(model)) == 13
-    assert not any(m._forward_hooks for m in layers(model).values())
+    assert len(layers(other)) == 13 and len(callback.selection) == (13 if hooks == 0 else 0)
+    for used in (model, other):
+        assert not any(m._forward_hooks or m.hot.meter for m in layers(used).values())
