@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from dataclasses import asdict, replace
@@ -17,6 +18,7 @@ from .config import HOTConfig
 from .layers import HOTMixin
 from .monitor import GradientErrors, KeptMeter, NonFiniteGradients, hot_layers, never_called, stop_measuring
 from .patching import apply_hot, config_of
+from .saving import configurations
 from .selection import SelectedPlan, fix_selection
 from .selection.planfile import PLAN_NAME
 
@@ -62,6 +64,7 @@ class HOTCallback(TrainerCallback, ExportableState):
         self.error_every, self.error_layers, self.audit_steps = error_every, error_layers, audit_steps
         # Once fixed, by layer: the granularity from lqs, all settings of the plan from a budget.
         self.selection: dict[str, str | dict[str, Any]] = {}
+        self.measured_with = ""  # the configuration they were measured with, as JSON
         self._errors: GradientErrors | None = None
         self._metered: WeakSet[HOTMixin] = WeakSet()
         self._forget()
@@ -90,7 +93,7 @@ class HOTCallback(TrainerCallback, ExportableState):
                 "error_layers": self.error_layers,
                 "audit_steps": self.audit_steps,
             },
-            "attributes": {"selection": dict(self.selection)},
+            "attributes": {"selection": dict(self.selection), "measured_with": self.measured_with},
         }
 
     # Events
@@ -139,6 +142,7 @@ class HOTCallback(TrainerCallback, ExportableState):
                 m.hot.name: m.hot.plan.grad_input_granularity if m.hot.choice is None else asdict(m.hot.plan)
                 for m in self._measured
             }
+            self.measured_with = _as_json(model)
             if any(m.hot.choice is not None for m in self._measured):
                 logger.info(f"HOTCallback:\n{SelectedPlan.of(model)}")
             self._measured = []
@@ -172,15 +176,23 @@ class HOTCallback(TrainerCallback, ExportableState):
     # Parts
 
     def _restore_selection(self, state, model) -> None:
-        """The choices of the run that is resumed; a new run measures anew, with another model perhaps."""
+        """The choices of the run that is resumed, if it had this configuration; a new run measures anew, with another
+        model perhaps."""
         saved = state.stateful_callbacks.get(type(self).__name__, {}) if state.global_step else {}
-        saved = saved[0] if isinstance(saved, list) else saved
-        self.selection = dict(saved.get("attributes", {}).get("selection", {}))
-        for layer in hot_layers(model):
-            hot = layer.hot
-            if hot.probe is not None and hot.name in self.selection:
-                saved = self.selection[hot.name]
-                changes = saved if isinstance(saved, dict) else {"grad_input_granularity": saved}
+        saved = (saved[0] if isinstance(saved, list) else saved).get("attributes", {})
+        self.selection, self.measured_with = dict(saved.get("selection", {})), saved.get("measured_with", "")
+        probing = [layer.hot for layer in hot_layers(model) if layer.hot.probe is not None]
+        if self.selection and probing and self.measured_with != _as_json(model):
+            self.selection = {}
+            logger.warning(
+                "HOTCallback: the checkpoint's quantizers were selected with another configuration than this run's. "
+                f"They are not used: the next {probing[0].config.lqs_batches} micro-batches are measured anew, with "
+                "exact gradients meanwhile."
+            )
+        for hot in probing:
+            if hot.name in self.selection:
+                choice = self.selection[hot.name]
+                changes = choice if isinstance(choice, dict) else {"grad_input_granularity": choice}
                 hot.plan = replace(hot.plan, **changes)
                 hot.probe = None
 
@@ -210,6 +222,11 @@ class HOTCallback(TrainerCallback, ExportableState):
                 f"HOT does nothing for them (the model reads their weights itself, or does not use them): {shown}. "
                 "Leave them out with HOTConfig(exclude=[...])."
             )
+
+
+def _as_json(model) -> str:
+    """The model's configuration, or several, as a checkpoint keeps them; the order of overrides counts."""
+    return json.dumps([config.to_dict() for config, _ in configurations(model)])
 
 
 def _move_before_reporters(callback: HOTCallback) -> None:
