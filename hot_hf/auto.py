@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from .config import CONFIG_NAME, HOTConfig
-from .patching import HOTPatchError, apply_hot, config_of
+from .patching import HOTPatchError, apply_hot
+from .saving import save_config_with, save_with_config
 
 SAVED = "saved"
 _HUB_ARGUMENTS = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
@@ -33,16 +34,16 @@ def _resolve(hot_config: Any, source: Any, kwargs: dict[str, Any]) -> HOTConfig:
     if found is None:
         raise FileNotFoundError(
             f"hot_config={SAVED!r}, but there is no {CONFIG_NAME} in {str(source)!r}; HOTConfig().save_pretrained "
-            "writes one, as do HOTCallback in its checkpoints and save_pretrained after hot_hf.install()."
+            "writes one, as do save_pretrained of a model loaded with hot_config=, and HOTCallback in its checkpoints."
         )
     return HOTConfig.from_pretrained(Path(found).parent)
 
 
 def _patch(loaded: Any, config: HOTConfig) -> Any:
-    """Patch what from_pretrained returned: a model, or (model, loading info)."""
+    """Patch what from_pretrained returned: a model, or (model, loading info); log the coverage."""
     model: nn.Module = loaded[0] if isinstance(loaded, tuple) else loaded
     try:
-        apply_hot(model, config)
+        apply_hot(model, config).announce()
     except HOTPatchError as error:
         method = getattr(model, "quantization_method", None)
         if method is None:
@@ -56,6 +57,7 @@ def _patch(loaded: Any, config: HOTConfig) -> Any:
         # A GGUF file's weights are plain tensors once loaded; with its mark on them Trainer would refuse to train them,
         # and a checkpoint would name a quantization that its weights do not have.
         model.hf_quantizer.remove_quantization_config(model)
+    save_config_with(model)
     return loaded
 
 
@@ -80,7 +82,12 @@ def _auto_class(name: str) -> type:
 
     doc = (
         f"transformers.{name} whose from_pretrained and from_config also take ``hot_config``: a HOTConfig, a dict, a "
-        f"preset name, ``{SAVED!r}`` for the {CONFIG_NAME} beside the weights, or None for the plain model."
+        f"preset name, ``{SAVED!r}`` for the {CONFIG_NAME} beside the weights, or None for the plain model.\n\n"
+        f"The model's save_pretrained and push_to_hub then write {CONFIG_NAME} too. What was patched is in "
+        "``hot_hf.report_of(model)``; its last line is logged to ``logging.getLogger('hot_hf')``, as a warning where "
+        "less than half of the multiply-adds are in patched layers, else at level INFO, which Python does not show "
+        "unless told to (``logging.basicConfig(level='INFO')``). Adapters that are made later need ``lora=True`` and "
+        "HOTCallback, or another apply_hot (its docstring says why)."
     )
     members = {
         "from_pretrained": classmethod(wraps(base.from_pretrained.__func__)(from_pretrained)),
@@ -128,11 +135,10 @@ def _loading(original: classmethod, has_source: bool) -> classmethod:
 
 def _saving(original):
     @wraps(original)
-    def save_pretrained(self, save_directory, is_main_process=True, *args, **kwargs):
-        result = original(self, save_directory, is_main_process, *args, **kwargs)
-        if _active and is_main_process and (config := config_of(self)) is not None:
-            config.save_pretrained(save_directory)
-        return result
+    def save_pretrained(self, save_directory, *args, **kwargs):
+        if not _active:
+            return original(self, save_directory, *args, **kwargs)
+        return save_with_config(original, self, save_directory, *args, **kwargs)
 
     return save_pretrained
 
