@@ -1,14 +1,15 @@
 """HOTCallback in a real Trainer, and what it measures."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
-from hot_hf import HOTCallback, HOTConfig, apply_hot, callback, compiling
+from hot_hf import AutoModelForCausalLM, HOTCallback, HOTConfig, apply_hot, callback, compiling, report_of
 from hot_hf.memory import SavedTensors
 from hot_hf.monitor import GradientErrors, KeptMeter, NonFiniteGradients
 from hot_hf.patching import config_of
@@ -53,6 +54,7 @@ def test_patches_at_the_start_and_keeps_identities(tmp_path):
 def warnings(monkeypatch) -> list[str]:
     seen: list[str] = []
     monkeypatch.setattr(callback.logger, "warning", seen.append)
+    monkeypatch.setattr(callback.logger, "log", lambda level, text: level >= 30 and seen.append(text))
     return seen
 
 
@@ -153,18 +155,115 @@ def _patched(model, config=None):
     return model
 
 
-def test_report_to_none_costs_nothing(tmp_path):
-    """No meter, no hook, no value in the logs."""
+def test_without_a_reporter(tmp_path, capsys):
+    """Trainer's own default, report_to=[]: counts and bytes in log_history and on the console; no hook, no errors."""
 
     class Look(TrainerCallback):
         def on_optimizer_step(self, args, state, control, model=None, **kwargs):
-            self.seen = [(m.hot.meter, len(m._forward_hooks)) for m in layers(model).values()]
+            self.hooks = [len(m._forward_hooks) for m in layers(model).values()]
 
-    look = Look()
-    run = trainer(tiny_llama(), rows(), tmp_path, [HOTCallback(error_every=1), look], max_steps=2)
+    look, stock = Look(), TrainingArguments(tmp_path, use_cpu=True).report_to
+    run = trainer(tiny_llama(), rows(), tmp_path, [HOTCallback(error_every=1), look], max_steps=2, report_to=stock)
     run.train()
-    assert look.seen == [(None, 0)] * 14
-    assert not any(key.startswith("hot/") for entry in run.state.log_history for key in entry)
+    assert run.args.report_to == []
+    assert look.hooks == [0] * 14
+    first, second = [entry for entry in run.state.log_history if "loss" in entry]
+    assert first["hot/kept_bytes"] == second["hot/kept_bytes"] > 0
+    assert first["hot/nonfinite_gradients"] == second["hot/nonfinite_steps"] == 0
+    assert first["hot/layers/INT8 per_token, ht_int4"] == 14 and second["hot/never_called"] == 0
+    assert first["hot/coverage"] == round(report_of(run.model).multiply_add_share, 4) > 0.9
+    assert not any("_error/" in key for key in (*first, *second))
+    printed = capsys.readouterr().out
+    assert all(f"hot/{name}" in printed for name in ("kept_bytes", "coverage", "nonfinite_steps"))
+
+
+def test_what_was_not_seen_is_not_zero(tmp_path):
+    """An engine that keeps the gradients to itself (DeepSpeed), layers that keep nothing: no count, no bytes."""
+
+    class Taken(Trainer):
+        def training_step(self, model, *args, **kwargs):
+            loss = super().training_step(model, *args, **kwargs)
+            model.zero_grad()
+            return loss
+
+    model = tiny_llama(layers=1)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lm_head" in name)
+    run = Taken(model, trainer(model, rows(2), tmp_path, max_steps=1).args, train_dataset=rows(2))
+    run.add_callback(HOTCallback())
+    run.train()
+    assert run.state.log_history[0]["hot/coverage"] > 0
+    assert not any("nonfinite" in key or "kept_bytes" in key for entry in run.state.log_history for key in entry)
+
+
+def test_empty_shards_are_no_gradients():
+    """Of a sharded gradient (a DTensor) a rank may have no rows: passed over, others counted."""
+
+    class Sharded:
+        def __init__(self, local):
+            self.is_sparse, self.local = False, local
+
+        def to_local(self):
+            return self.local
+
+    counter = NonFiniteGradients()
+    for gradients, want in (
+        ([torch.empty(0, 8)], None),
+        ([torch.empty(0, 8), torch.full((2,), torch.nan), torch.ones(3).bfloat16()], (1, 1)),
+    ):
+        parameters = [SimpleNamespace(grad=Sharded(gradient)) for gradient in gradients]
+        counter.count(SimpleNamespace(parameters=parameters.__iter__))
+        assert counter.read() == want
+
+
+def test_low_coverage_is_a_warning(tmp_path, caplog):
+    """A model that is mostly head: HOTCallback and from_pretrained say so, with the counts, without being asked."""
+    model = tiny_llama(layers=1, vocab_size=4096)
+    trainer(model, rows(2), tmp_path / "run", [HOTCallback()], max_steps=1).train()
+    model.save_pretrained(tmp_path / "model")
+    AutoModelForCausalLM.from_pretrained(tmp_path / "model", hot_config="default")
+    said = [r.message for r in caplog.records if r.levelname == "WARNING" and "of multiply-adds" in r.message]
+    assert len(said) == 2 and all("7 of 8 linear layers patched" in text for text in said)
+
+
+def test_reporters_that_cannot_be_moved(tmp_path, warnings):
+    """Called by something else than the Trainer's handler: a warning that reporters may miss the values."""
+    run = trainer(tiny_llama(layers=1), rows(2), tmp_path, [])
+    for report_to in ([], ["tensorboard"]):
+        run.args.report_to = report_to
+        HOTCallback().on_train_begin(run.args, run.state, run.control, model=run.model)
+    assert len(warnings) == 1 and "tensorboard may get no hot/ values" in warnings[0]
+
+
+def test_layers_made_since_are_patched(tmp_path, warnings):
+    """A head that resizing has replaced: patched when training starts, and said, as nobody has asked for it."""
+    model = _patched(tiny_llama(layers=1), HOTConfig(skip_heads=False))
+    model.resize_token_embeddings(104)
+    trainer(model, rows(2), tmp_path, [HOTCallback()], max_steps=1).train()
+    assert "lm_head" in layers(model) and len(layers(model)) == 8
+    assert len(warnings) == 1 and "made since apply_hot: lm_head." in warnings[0]
+
+
+def test_budget_after_a_resume_is_kept(tmp_path, warnings):
+    """Choices that another configuration has measured do not stand in for this one's: measured anew, and said."""
+    data, settings = rows(12), {"save_strategy": "steps", "save_steps": 2}
+    lqs = HOTConfig.paper(lqs_batches=1)
+    budget = HOTConfig(selection="budget", max_grad_error=0.05, lqs_batches=1)
+    trainer(tiny_llama(layers=1), data, tmp_path, [HOTCallback(lqs)], max_steps=2, **settings).train()
+    model = tiny_llama(layers=1)
+    callback = HOTCallback(budget)
+    run = trainer(model, data, tmp_path, [callback], max_steps=4, **settings)
+    run.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(warnings) == 1 and "another configuration" in warnings[0]
+    for layer in layers(model).values():
+        assert layer.hot.choice is not None and layer.hot.choice.grad_weight.error <= 0.05
+    assert callback.selection and all(isinstance(choice, dict) for choice in callback.selection.values())
+    again = tiny_llama(layers=1)  # and these are taken up, without a word
+    trainer(again, data, tmp_path, [HOTCallback(budget)], max_steps=5, **settings).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-4")
+    )
+    assert len(warnings) == 1
+    assert {n: m.hot.plan for n, m in layers(again).items()} == {n: m.hot.plan for n, m in layers(model).items()}
 
 
 def test_non_finite_gradients_are_counted(tmp_path):
@@ -188,7 +287,7 @@ def test_non_finite_counter(value):
     embedding = nn.Embedding(10, 8, sparse=True)
     both = nn.ModuleList([model, embedding])
     counter = NonFiniteGradients()
-    assert counter.read() == (0, 0)
+    assert counter.read() is None
     model(embedding(torch.tensor([1, 1, 2]))).sum().backward()
     model[0].weight.grad.fill_(3e38)  # a norm of order 2 would overflow
     counter.count(both)

@@ -1,6 +1,7 @@
 """PEFT: adapters before or after patching, merging, saving, checkpointing, quantized bases."""
 
 import copy
+import warnings
 
 import pytest
 import torch
@@ -8,12 +9,13 @@ import transformers
 from torch import nn
 
 import hot_hf
-from hot_hf import HOTConfig, HOTPatchError, apply_hot, remove_hot
+from hot_hf import HOTCallback, HOTConfig, HOTPatchError, apply_hot, remove_hot, report_of
 from hot_hf.layers import HOTMixin
 from hot_hf.memory import SavedTensors
 
 from .architectures import batch, build
-from .models import grads, relative_error, tiny_bert, tiny_llama, token_batch, twin
+from .models import grads, mlp, relative_error, tiny_bert, tiny_llama, token_batch, twin
+from .training import layers, losses, rows, trainer
 
 peft = pytest.importorskip("peft")
 NAMES = ["q_proj", "v_proj", "down_proj"]
@@ -55,7 +57,8 @@ def test_either_order_gives_the_same_model(r, config, seed):
     apply_hot(before, config)
     torch.manual_seed(seed)
     before = lora(before, **settings)
-    if config.lora:  # made after patching: patch again
+    assert len(report_of(before).unseen) == (6 if config.lora else 0)
+    if config.lora:  # made after patching: a loop of one's own patches again, HOTCallback by itself (below)
         apply_hot(before, config)
     assert patched(after) == patched(before)
     assert sum("lora_A" in n for n in patched(after)) == (6 if config.lora else 0)
@@ -66,6 +69,85 @@ def test_either_order_gives_the_same_model(r, config, seed):
     assert equal(results[1][1], results[2][1])
     for name, gradient in results[0][1].items():
         assert relative_error(results[1][1][name], gradient) < 0.3, name  # SPEC section 8: 0.14 for lora_A itself
+
+
+@pytest.mark.parametrize("way", ["apply_hot", "from_pretrained"])
+@pytest.mark.parametrize("told", [True, False], ids=["HOTCallback(config)", "HOTCallback()"])
+def test_adapters_after_hot_in_a_trainer(way, told, seed, tmp_path):
+    """C43: lora=True, patched before the adapters are made: HOTCallback patches lora_A by itself, and training is that
+    of the other order, bit by bit. What is patched in full is left alone by the next run."""
+    config, data = HOTConfig(lora=True), rows(8)
+    base = tiny_llama()
+    histories = []
+    for first in (True, False):
+        model = twin(base)
+        if first and way == "apply_hot":
+            apply_hot(model, config)
+        elif first:
+            base.save_pretrained(tmp_path / "base")
+            model = hot_hf.AutoModelForCausalLM.from_pretrained(tmp_path / "base", hot_config=config)
+        torch.manual_seed(seed)
+        model = lora(model, init_lora_weights=True)
+        callback = HOTCallback(config if told or not first else None)
+        run = trainer(model, data, tmp_path / "run", [callback], max_steps=3)
+        run.train()
+        histories.append(losses(run))
+        assert sum("lora_A" in name for name in layers(model)) == 6 and len(layers(model)) == 14 + 6
+        assert all(layer.hot.called for layer in layers(model).values())
+        states = {name: layer.hot for name, layer in layers(model).items()}
+        run.train()
+        assert all(layer.hot is states[name] for name, layer in layers(model).items())
+    assert histories[0] == histories[1]
+
+
+def test_adapters_after_hot_and_a_selection(tmp_path):
+    """C46: lqs with adapters made after patching: the resumed run has the first one's choices and measures nothing."""
+    config = HOTConfig.paper(lora=True, lqs_batches=2)
+    data, settings = rows(8), {"save_strategy": "steps", "save_steps": 3, "max_steps": 3}
+    chosen = []
+    for steps in (3, 4):
+        model = tiny_llama(layers=1)
+        apply_hot(model, config)
+        model = lora(model)
+        callback = HOTCallback(config)
+        run = trainer(model, data, tmp_path, [callback], **{**settings, "max_steps": steps})
+        run.train(resume_from_checkpoint=steps == 4)
+        assert all(layer.hot.probe is None for layer in layers(model).values())
+        assert ("hot/layers/measuring" in str(run.state.log_history[-2])) is False
+        chosen.append(callback.selection)
+    assert chosen[0] == chosen[1] and len(chosen[0]) == 7 + 3
+
+
+def test_adapters_in_a_part_of_a_model(tmp_path, caplog):
+    """Only a part was given to apply_hot: the rest stays as it is, and new adapters in the part are asked for."""
+    model = nn.ModuleDict({"a": mlp(64, 64, 64), "b": mlp(64, 64)})
+    apply_hot(model["a"], HOTConfig(lora=True))
+    run = trainer(tiny_llama(layers=1), rows(2), tmp_path)
+    HOTCallback().on_train_begin(run.args, run.state, run.control, model=model)
+    assert patched(model) == {"a.0", "a.2"} and not caplog.records
+    peft.inject_adapter_in_model(peft.LoraConfig(target_modules=["0"], r=4), model["a"])
+    HOTCallback().on_train_begin(run.args, run.state, run.control, model=model)
+    assert patched(model) == {"a.0.base_layer", "a.2"}
+    assert len(caplog.records) == 1 and "a.0.lora_A.default. Only parts" in caplog.text
+
+
+def test_frozen_layers_and_idle_adapters_are_told_of(tmp_path, caplog):
+    """Nothing that HOT has patched trains: the report says that frozen layers keep nothing, a warning names
+    lora=True; not with it, not where a head trains too, not where nothing trains at all."""
+    model = lora(tiny_llama(layers=1))
+    with pytest.warns(UserWarning, match=r"HOTConfig\(lora=True\)"):
+        report = apply_hot(model)
+    assert {row.reason for row in report.rows if row.action == "patched"} == {"INT8 per_token; frozen, keeps nothing"}
+    run = trainer(model, rows(2), tmp_path, [HOTCallback()], max_steps=1)
+    run.train()
+    assert [r.levelname for r in caplog.records if "lora=True" in r.message] == ["WARNING"]
+    for told in (lora(tiny_llama(layers=1)), lora(tiny_llama(layers=1), modules_to_save=["o_proj"])):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            apply_hot(told, HOTConfig(lora="modules_to_save" not in str(told)))
+            apply_hot(told.requires_grad_(False))
+    reasons = {row.name.rsplit(".", 2)[-2]: row.reason for row in apply_hot(model, HOTConfig(lora=True)).rows}
+    assert reasons["lora_A"] == "INT8 per_token / ht_int4"
 
 
 @pytest.mark.parametrize("target", ["all-linear", NAMES, r".*layers\.0.*(q|up)_proj"])
