@@ -96,6 +96,37 @@ def test_estimate_is_what_measure_finds(family, method):
     assert predicted.kept.by("kind").keys() == found.by("kind").keys()
 
 
+@pytest.mark.parametrize("method", ["exact", "hot", "hot+block", "checkpointing", "lora+hot"])
+@pytest.mark.parametrize("family", CONFIGS)
+def test_estimate_under_autocast(family, method):
+    """Float32 weights under bfloat16 autocast, the usual setup: as above within 5% of a real forward on the CPU."""
+    config = CONFIGS[family]
+    batch, length = 3, None if family == "vit" else 80
+    state = torch.get_rng_state()
+    predicted = estimate(config, batch, length, method, autocast=torch.bfloat16, device="cpu")
+    assert torch.equal(torch.get_rng_state(), state)
+    model = real_model(config, method, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = measure(model, prediction.example_batch(model, batch, length))
+    assert predicted.activations == pytest.approx(found.total_bytes, rel=0.05)  # the promise; they were equal
+    assert predicted.parameters == sum(p.numel() * p.element_size() for p in model.parameters())  # still float32
+    if method == "exact":  # packed groups are as large in either type
+        assert estimate(config, batch, length, method, device="cpu").activations > 1.05 * predicted.activations
+
+
+def test_autocast_of_an_accelerator_keeps_more_in_float32():
+    """Norms and softmax run in float32 there (torch's list); under the CPU's autocast they keep their type."""
+    seen = {}
+    for device in ("cpu", "cuda"):
+        estimator = Estimator(CONFIGS["llama"], length=64, method="exact", autocast=torch.float16, device=device)
+        with estimator.autocast.forward(), prediction._MetaForward(device):
+            x = torch.ones(2, 8, 8, dtype=torch.float16)
+            found = torch.softmax(x, -1), x.pow(2), x @ x, nn.functional.layer_norm(x.float() @ x.float(), (8,))
+        seen[device] = [t.dtype for t in found]
+    assert seen["cpu"] == [torch.float16] * 4
+    assert seen["cuda"] == [torch.float32, torch.float32, torch.float16, torch.float32]
+
+
 @pytest.mark.parametrize("optimizer", ["adamw", "momentum", "sgd"])
 def test_optimizer_state_is_what_torch_allocates(optimizer):
     model = real_model(CONFIGS["vit"], "lora", torch.float32)
@@ -153,6 +184,8 @@ def test_user_errors():
         estimate(CONFIGS["vit"], method="exact", optimizer="adam")
     with pytest.raises(ValueError, match="device 'toaster'"):
         estimate(CONFIGS["vit"], method="exact", device="toaster")
+    with pytest.raises(ValueError, match=r"autocast=torch.int8 must be torch.bfloat16"):
+        estimate(CONFIGS["vit"], method="exact", autocast=torch.int8)
     with pytest.raises(ValueError, match="at least 1"):
         estimate(CONFIGS["vit"], batch=0, method="exact")
     with pytest.raises(ValueError, match="task 'sorting'"):
@@ -178,6 +211,10 @@ def test_command_prints_a_table_and_draws(tmp_path, capsys):
     assert int(block[-1]) > int(exact[-1]) > 100  # the largest batch in 1 GB
     assert chart.read_bytes().startswith(b"\x89PNG")
     assert main(["estimate", str(tmp_path / "model" / "config.json"), "--methods", "exact", "--no-plot"]) == 0
+    assert main([*arguments, "--methods", "exact", "--no-plot", "--bf16"]) == 0
+    mixed = capsys.readouterr().out
+    assert "float32 weights, bfloat16 autocast, adamw" in mixed
+    assert int(mixed.splitlines()[-1].split()[-1]) > int(exact[-1])
     assert main([*arguments, "--methods", "magic", "--no-plot"]) == 2
     (tmp_path / "odd.json").write_text(json.dumps({"hidden_size": 3}))
     assert main(["estimate", str(tmp_path / "odd.json"), "--methods", "exact"]) == 2

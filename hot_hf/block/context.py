@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from .functions import BitDropout, BitReLU, RecomputedAttention
-from .hold import Exact, Groups, Hook, Identity, Recipe, View
+from .hold import Exact, Groups, Hook, Identity, Recipe, View, is_fake
 from .kinds import CODECS, KINDS, RECOMPUTED, Codec
 
 # Below this a scale and a kernel launch cost more than the bytes are worth: statistics, biases, single rows.
@@ -58,7 +58,7 @@ class BlockContext(TorchFunctionMode):
     def packable(self, tensor: Tensor) -> bool:
         return (
             tensor.is_floating_point()
-            and type(tensor) is Tensor  # neither a Parameter nor a subclass with a layout of its own
+            and (type(tensor) is Tensor or is_fake(tensor))  # neither a Parameter nor a layout of its own
             and tensor.numel() >= SMALLEST
             and tensor.dim() > 1
             and tensor.shape[-1] > 1

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import ops
@@ -15,6 +16,11 @@ from ..ops import reference
 from .kinds import Codec
 
 Hook = Callable[[Any], Any]
+
+
+def is_fake(tensor: Tensor) -> bool:
+    """Whether a tensor that is no Parameter has a device but no data, as in ``hot_hf.memory.estimate``."""
+    return isinstance(tensor, FakeTensor) and not isinstance(tensor, torch.nn.Parameter)
 
 
 def _as_is(value: Any) -> Any:

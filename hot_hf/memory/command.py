@@ -45,6 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=OPTIMIZERS, default="adamw")
     parser.add_argument("--lora-rank", type=int, default=8, help="rank of the adapters of methods with lora")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: float32)")
+    mixed = parser.add_mutually_exclusive_group()
+    for flag, dtype in (("--bf16", "bfloat16"), ("--fp16", "float16")):
+        help = f"under autocast to {dtype}, as TrainingArguments({flag[2:]}=True)"
+        mixed.add_argument(flag, dest="autocast", action="store_const", const=dtype, help=help)
     parser.add_argument("--task", choices=TASKS, help="where the configuration names no architecture")
     parser.add_argument(
         "--device", help="whose attention and dropout kernels are assumed: cpu, cuda, xpu ... (default: here)"
@@ -64,6 +68,7 @@ def run(args: argparse.Namespace) -> int:
             optimizer=args.optimizer,
             lora=args.lora_rank,
             dtype=DTYPES[args.dtype],
+            autocast=DTYPES.get(args.autocast),
             task=args.task,
             device=args.device,
         )
@@ -71,7 +76,9 @@ def run(args: argparse.Namespace) -> int:
         largest.append(largest_batch(estimator, int(args.memory_gb * GB)) if args.memory_gb is not None else None)
     length = estimates[0].length
     size = f"batch {args.batch}" + (f" x {length} tokens" if length else " images")
-    title = f"{args.model}: {size}, {args.dtype} weights, {args.optimizer}"
+    title = f"{args.model}: {size}, {args.dtype} weights, " + (
+        f"{args.autocast} autocast, {args.optimizer}" if args.autocast else args.optimizer
+    )
     print(title)
     print(table(estimates, largest, args.memory_gb))
     if not args.no_plot:

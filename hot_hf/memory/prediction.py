@@ -1,4 +1,5 @@
-"""Training memory predicted from a configuration alone: the real forward, run on meta tensors, which hold no data.
+"""Training memory predicted from a configuration alone: the real forward, run on meta tensors, which hold no data
+(under autocast on fake ones: autocast.py).
 
 Nothing is modelled by formula but the attention kernel and the optimizer: the model's own code runs, HOT patches it as
 it would a real one, and what autograd saves is counted as ``measure`` counts it.
@@ -19,6 +20,7 @@ from ..block import find_blocks
 from ..config import PRESETS, HOTConfig
 from ..patching import apply_hot
 from ..selection import fix_selection
+from .autocast import FakeAutocast, cast, cast_for
 from .saved import Measurement, measure
 
 METHODS = ("exact", "hot", *(p for p in PRESETS if p != "default"), "block", "lora", "checkpointing")
@@ -95,11 +97,14 @@ class _MetaForward(TorchFunctionMode):
         if func is torch.Tensor.__bool__:  # "is this mask all ones", "is nothing packed here"
             return True
         if func is F.scaled_dot_product_attention and (self.device != "cpu" or not _dropout(args, kwargs)):
+            if torch.is_autocast_enabled("cpu"):
+                args, kwargs = cast(args, kwargs, torch.get_autocast_dtype("cpu"))
             mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
             query, key, value = (kwargs.get(n, args[i] if i < len(args) else None) for i, n in enumerate(_QKV))
             return _FusedAttention.apply(query, key, value, mask)
         if func is F.dropout and self.device != "cpu":
             return _device_dropout(*args, **kwargs)
+        args, kwargs = cast_for(func, self.device, args, kwargs)
         return func(*args, **kwargs)
 
 
@@ -253,6 +258,7 @@ class Estimator:
         optimizer: str = "adamw",
         lora: int = 8,
         dtype: torch.dtype = torch.float32,
+        autocast: torch.dtype | None = None,
         task: str | None = None,
         device: str | None = None,
     ) -> None:
@@ -274,12 +280,14 @@ class Estimator:
                 "+".join(p for p in self.method.text.split("+") if p not in ("checkpointing", "block")) or "exact"
             )
             self.whole = build(self.config, plain, **options)
+        models = (model for model in (self.model, self.whole) if model is not None)
+        self.autocast = None if autocast is None else FakeAutocast(autocast, *models)
 
     def _measure(self, model: nn.Module, batch: int) -> Measurement:
-        inputs = example_batch(model, batch, self.length)
+        context = torch.autocast("cpu", enabled=False) if self.autocast is None else self.autocast.forward()
         try:
-            with _MetaForward(self.device):
-                return measure(model, inputs)
+            with context, _MetaForward(self.device):
+                return measure(model, example_batch(model, batch, self.length))
         except (NotImplementedError, RuntimeError) as error:  # routing by values, kernels without shapes
             raise ValueError(
                 f"{self.method.text}: {type(self.config).__name__} cannot run on meta tensors, which have shapes but "
@@ -326,7 +334,8 @@ def estimate(source: Any, batch: int = 8, length: int | None = None, method: str
         batch, length: sequences (or images) per step and tokens per sequence, without padding.
         method: a '+'-joined list of METHODS: "exact", "hot" or a preset, "block", "lora", "checkpointing".
         optimizer: one of OPTIMIZERS. lora: rank of adapters on all linear layers, for methods with "lora".
-        dtype: of the weights. Training is in that type: autocast is not modelled.
+        dtype: of the weights. Training is in that type, or with autocast=torch.bfloat16 (or float16) under autocast, as
+            with ``TrainingArguments(bf16=True)``.
         task: as the ``task`` of hot-hf estimate, when the configuration names no architecture.
         device: "cpu", "cuda" or another type that torch knows, whose kernels decide what attention and dropout keep
             (those of every accelerator are taken for fused); by default what this machine has.
@@ -335,7 +344,8 @@ def estimate(source: Any, batch: int = 8, length: int | None = None, method: str
         an Estimate, in bytes.
 
     Raises:
-        ValueError: for an unknown method, optimizer, task or device, or a model that takes neither tokens nor pixels.
+        ValueError: for an unknown method, optimizer, task, device or autocast type, or a model that takes neither
+            tokens nor pixels.
     """
     return Estimator(source, length=length, method=method, **options).at(batch)
 
