@@ -57,24 +57,24 @@ class HOTFunction(torch.autograd.Function):
                 "did not gather it again. "
                 "Run the backward through the engine (accelerator.backward, engine.backward)."
             )
-        grad_x = grad_weight = grad_bias = None
-        with _exact_types(grad_output.device.type), torch.no_grad():
+        grad_x = grad_w = grad_b = None
+        with exact_types(grad_output.device.type), torch.no_grad():
             g = grad_output.reshape(-1, grad_output.shape[-1])
             if needs_x and needs_weight and ctx.plan.grad_input_bits and _packed_in_order(ctx.plan, g.shape[0]):
-                grad_x, grad_weight = _grad_both(g, weight, kept, scale, ctx)
+                grad_x, grad_w = _grad_both(g, weight, kept, scale, ctx)
                 grad_x, needs_x, needs_weight = grad_x.reshape(ctx.x_shape), False, False
             if needs_x:
-                grad_x = _grad_input(g, weight, ctx.plan, ctx.seed, ctx.x_dtype).reshape(ctx.x_shape)
+                grad_x = grad_input(g, weight, ctx.plan, ctx.seed, ctx.x_dtype).reshape(ctx.x_shape)
             if needs_weight:
-                grad_weight = _grad_weight(g, kept, scale, ctx.plan, ctx.seed, ctx.x_shape[-1], ctx.weight_dtype)
+                grad_w = grad_weight(g, kept, scale, ctx.plan, ctx.seed, ctx.x_shape[-1], ctx.weight_dtype)
             if needs_bias:
-                grad_bias = g.sum(0).to(ctx.bias_dtype)
+                grad_b = g.sum(0).to(ctx.bias_dtype)
         if torch.is_grad_enabled():  # create_graph=True, and torch.func.grad, which always asks for it
-            grad_x, grad_weight, grad_bias = (
+            grad_x, grad_w, grad_b = (
                 None if grad is None else _NotTwice.apply(grad, grad_output, weight, kept)
-                for grad in (grad_x, grad_weight, grad_bias)
+                for grad in (grad_x, grad_w, grad_b)
             )
-        return grad_x, grad_weight, grad_bias, None, None, None, None
+        return grad_x, grad_w, grad_b, None, None, None, None
 
 
 # torch binds every call's arguments by this signature, and takes 50 us to work it out each time where it is not stored.
@@ -117,7 +117,7 @@ class _NotTwice(torch.autograd.Function):
 _REMEDY = "call hot_hf.remove_hot(model) first, or leave these layers out with HOTConfig(exclude=[...])."
 
 
-def _exact_types(device_type: str):
+def exact_types(device_type: str):
     """Autocast off: the caller's may still be on, and float products must run in the types chosen here."""
     available = torch.amp.is_autocast_available(device_type)
     return torch.autocast(device_type, enabled=False) if available else nullcontext()
@@ -128,7 +128,8 @@ def _packed_in_order(plan: Plan, tokens: int) -> bool:
     return plan.activation_format != "none" and plan.grid(tokens) is None
 
 
-def _grad_input(g: Tensor, weight: Tensor, plan: Plan, seed: int, dtype: torch.dtype) -> Tensor:
+def grad_input(g: Tensor, weight: Tensor, plan: Plan, seed: int, dtype: torch.dtype) -> Tensor:
+    """The gradient of a layer's input as ``plan`` has it: g (tokens, out), weight (out, in), result (tokens, in)."""
     if plan.grad_input_bits is None:
         return (g @ weight.to(g.dtype)).to(dtype)  # under autocast nn.Linear multiplies in g's type too
     per_token = plan.grad_input_granularity != "per_tensor"
@@ -155,9 +156,10 @@ def _grad_both(g: Tensor, weight: Tensor, kept: Tensor, scale: Tensor, ctx) -> t
     )
 
 
-def _grad_weight(
+def grad_weight(
     g: Tensor, kept: Tensor, scale: Tensor | None, plan: Plan, seed: int, in_features: int, dtype: torch.dtype
 ) -> Tensor:
+    """The gradient of a layer's weight as ``plan`` has it, (out, in), from g (tokens, out) and what was kept of x."""
     if plan.activation_format == "none":
         return (g.t() @ kept.reshape(-1, in_features).to(g.dtype)).to(dtype)
     per_feature = plan.grad_weight_granularity == "per_feature"

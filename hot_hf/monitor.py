@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from . import compiling
-from .autograd import _exact_types, _grad_input, _grad_weight
+from .autograd import exact_types, grad_input, grad_weight
 from .buffer import compress
 from .kinds import kind_of
 from .layers import HOTMixin
@@ -102,14 +102,14 @@ class GradientErrors:
         if tuple(weight.shape) != (g.shape[-1], x.shape[-1]):  # sharded away by FSDP
             return
         seed = layer_seed(hot.seed, hot.name, step) if hot.plan.rounding == "stochastic" else 0
-        with torch.no_grad(), _exact_types(g.device.type):
+        with torch.no_grad(), exact_types(g.device.type):
             g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
             if needs_x and hot.plan.grad_input_bits is not None:
-                value = _grad_input(g, weight, hot.plan, seed, torch.float32)
+                value = grad_input(g, weight, hot.plan, seed, torch.float32)
                 self._note("grad_input_error", hot.name, value, g.float() @ weight.float())
             if layer.matrix.requires_grad and hot.plan.activation_format != "none":
                 kept, scale = compress(x, hot.plan, seed, share=False)
-                value = _grad_weight(g, kept, scale, hot.plan, seed, x.shape[-1], torch.float32)
+                value = grad_weight(g, kept, scale, hot.plan, seed, x.shape[-1], torch.float32)
                 self._note("grad_weight_error", hot.name, value, g.float().t() @ x.float())
 
     def _note(self, what: str, layer: str, value: Tensor, exact: Tensor) -> None:

@@ -1,18 +1,25 @@
 """Autograd beyond one backward: transforms, checkpointing, compilation, double backward, random rounding."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 from torch.func import functional_call, grad, jacrev, vmap
 from torch.utils.checkpoint import checkpoint
 
+import hot_hf
 from hot_hf import HOTConfig, apply_hot
 from hot_hf.memory import SavedTensors
 from hot_hf.ops import FORMATS
 from hot_hf.rounding import StepClock, layer_seed
+from tests.linear import INT8_PRODUCT, INT8_TWO_LAYERS
 from tests.models import cosine, grads, image_batch, mlp, relative_error, tiny_llama, tiny_vit, token_batch, twin
 
 FORMAT_NAMES = [*FORMATS, "none"]
+# Integers of g on either side of the middle between two steps of 1/127.
+ONE_STEP = 0.01
 
 
 def patched(model: nn.Module, **settings) -> nn.Module:
@@ -86,8 +93,8 @@ def test_per_sample_gradients(fmt):
     batched = vmap(one, (None, 0))(parameters, x)
     for i in range(3):
         for name, value in one(parameters, x[i]).items():
-            # Batched float products may sum in another order; g would then round differently: one step of 1/127.
-            assert relative_error(batched[name][i], value) < 0.01, name
+            # Batched float products may sum in another order; g would then round differently.
+            assert relative_error(batched[name][i], value) < ONE_STEP, name
 
 
 def test_jacobians_and_nesting():
@@ -95,7 +102,7 @@ def test_jacobians_and_nesting():
     exact = mlp(32, 24)
     model = patched(exact)
     x = torch.randn(3, 32)
-    assert relative_error(jacrev(model)(x), jacrev(exact)(x)) < 0.02
+    assert relative_error(jacrev(model)(x), jacrev(exact)(x)) < INT8_PRODUCT
     with pytest.raises(RuntimeError, match="differentiated again"):
         grad(lambda x: grad(lambda x: model(x).square().sum())(x).sum())(x)
     with pytest.raises(NotImplementedError):
@@ -252,7 +259,7 @@ def test_compilation_merges_siblings(dynamo):
     torch.compile(model, backend=backend)(x).square().sum().backward()
     eager(x.detach().clone().requires_grad_()).square().sum().backward()
     for name, value in grads(eager).items():
-        assert relative_error(grads(model)[name], value) < 1e-2, name
+        assert relative_error(grads(model)[name], value) < ONE_STEP, name  # the decomposed sums have another order
     assert len(_packed_outputs(graphs["forward"])) == 2  # x once, and the input of o
     assert not _packed_outputs(graphs["backward"])
     kept = [n for n in graphs["backward"].graph.nodes if n.op == "placeholder"]
@@ -272,7 +279,7 @@ def test_compiled_with_random_rounding(dynamo):
                 m.zero_grad()
                 m(x).square().sum().backward()
             for name, value in grads(exact).items():
-                assert relative_error(grads(model)[name], value) < 0.05, (settings, name)
+                assert relative_error(grads(model)[name], value) < INT8_TWO_LAYERS, (settings, name)
 
 
 # Random rounding
@@ -347,6 +354,14 @@ def test_stochastic_rounding_is_unbiased(fmt):
         errors = errors or [relative_error(s, e) for s, e in zip(sums, expected, strict=True)]
     for total, value, single in zip(sums, expected, errors, strict=True):
         assert relative_error(total / 64, value) < 2 * single / 8
+
+
+def test_what_modules_use_of_each_other_is_public():
+    """No module of the library imports a name that starts with an underscore from another one."""
+    pattern = re.compile(r"^ *from \.+[\w.]* import \(?[^)\n]*(?<!\w)_[a-z]\w*", re.M)
+    assert pattern.search("from .autograd import a, _b") and not pattern.search("from .. import __version__")
+    found = {path.name: pattern.findall(path.read_text()) for path in Path(hot_hf.__file__).parent.rglob("*.py")}
+    assert {name: lines for name, lines in found.items() if lines} == {}
 
 
 def test_saved_tensors_see_everything():

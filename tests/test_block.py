@@ -19,15 +19,10 @@ from hot_hf.block.hold import Exact, Groups, Layout, Recipe, View
 from hot_hf.block.kinds import CODECS, Codec
 from hot_hf.memory import measure
 
-from .models import tiny_bert, tiny_llama, tiny_vit, token_batch
+from .models import relative_error, tiny_bert, tiny_llama, tiny_vit, token_batch
 
 INT8 = Codec("int8", 32)
 BLOCK, INPUTS = HOTConfig(compress="block"), HOTConfig()
-
-
-def relative(a, b):
-    a, b = a.double(), b.double()
-    return float((a - b).norm() / b.norm())
 
 
 def step(model, batch, seed=0):
@@ -81,7 +76,7 @@ def test_loss_is_exact_and_gradient_near(name):
     block, after = step(patched(model, BLOCK)[0], batch)
     assert torch.equal(exact, block) and torch.equal(inputs, block)
     # int8 in groups of 32 is 0.5% off per tensor (normal values), and a few layers add theirs
-    assert 0 < relative(after, before) < 0.06
+    assert 0 < relative_error(after, before) < 0.06
     kept = [measure(m, batch).total_bytes for m in (model, patched(model, INPUTS)[0], patched(model, BLOCK)[0])]
     assert kept[2] < 0.72 * kept[1] < 0.72 * kept[0]
 
@@ -100,7 +95,7 @@ def test_under_autocast(name):
         assert all(g.dtype == torch.float32 for g in grads)
         results.append((loss.detach(), torch.cat([g.flatten() for g in grads])))
     assert torch.equal(results[0][0], results[2][0])
-    assert relative(results[2][1], results[1][1]) < 0.06  # as without autocast
+    assert relative_error(results[2][1], results[1][1]) < 0.06  # as without autocast
 
 
 class Probe(BlockContext):
@@ -137,7 +132,7 @@ def test_one_copy_however_many_nodes_keep_it():
     e = exact_x * 1.0
     twin = weight.detach() * (e * torch.rsqrt(e.pow(2).mean(-1, keepdim=True) + 1e-6))
     (F.silu(twin) * up.detach()).sum().backward()
-    assert relative(x.grad, exact_x.grad) < 0.02  # int8 in groups of 32: half a step is 0.4% of the largest
+    assert relative_error(x.grad, exact_x.grad) < 0.02  # int8 in groups of 32: half a step is 0.4% of the largest
 
 
 def test_unpacked_once_and_gone_after_the_backward(monkeypatch):
@@ -161,7 +156,7 @@ def test_contiguous_views_share_their_copy():
         (h.pow(2).sum() + h.view(32, 256).pow(3).sum()).backward()
     first, second = probe.held_as(h)
     assert isinstance(first, Groups) and isinstance(second, View) and second.held is first
-    assert relative(x.grad, (2 * x + 3 * x**2).detach()) < 0.02
+    assert relative_error(x.grad, (2 * x + 3 * x**2).detach()) < 0.02
 
 
 def test_what_needs_no_gradient_is_never_packed():
@@ -194,7 +189,7 @@ def test_changed_in_place_is_noticed_and_packed_copies_do_not_care():
         with torch.no_grad():
             h.add_(100)
     y.backward()
-    assert relative(x.grad, 2 * x.detach()) < 0.02  # the values of the time when they were saved
+    assert relative_error(x.grad, 2 * x.detach()) < 0.02  # the values of the time when they were saved
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
@@ -296,7 +291,7 @@ def test_stands_aside_in_functional_transforms_and_without_gradients():
     remove_hot(model)
     exact = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     for a, b in zip(found.values(), exact, strict=True):
-        assert relative(a, b) < 0.3  # HOT's own error: SPEC section 8
+        assert relative_error(a, b) < 0.3  # HOT's own error: SPEC section 8
     apply_hot(model, BLOCK)
     with torch.inference_mode():
         assert not model(x).requires_grad
@@ -333,7 +328,9 @@ def test_beside_a_fused_loss():
     loss.backward()
     found = torch.cat([p.grad.double().flatten() for p in model.parameters()])
     torch.testing.assert_close(loss.detach(), expected)
-    assert relative(found, gradient) < 1e-3  # float32 sums in another order, then an int8 rounding that may differ
+    assert (
+        relative_error(found, gradient) < 1e-3
+    )  # float32 sums in another order, then an int8 rounding that may differ
 
 
 def test_blocks_are_found():

@@ -17,7 +17,7 @@ from tests.models import grads, relative_error, tiny_llama, token_batch, twin
 ROUNDINGS = ["nearest", "stochastic", "pseudo_stochastic"]
 
 
-class Siblings(nn.Module):
+class Readers(nn.Module):
     """Layers that read one tensor, each through ``between`` (x, i)."""
 
     def __init__(self, count: int = 3, between=lambda x, i: x) -> None:
@@ -29,15 +29,15 @@ class Siblings(nn.Module):
         return sum((layer(self.between(x, i)) * (i + 1)) for i, layer in enumerate(self.layers))
 
 
-def siblings(share=True, count=3, between=lambda x, i: x, **settings) -> Siblings:
-    model = Siblings(count, between)
+def siblings(share=True, count=3, between=lambda x, i: x, **settings) -> Readers:
+    model = Readers(count, between)
     apply_hot(model, HOTConfig(share=share, min_features=1, **settings))
     return model
 
 
 def kept_copies(model, x) -> float:
     """Packed copies of x among what is saved, by distinct storage."""
-    one = Siblings(1)
+    one = Readers(1)
     apply_hot(one, model.layers[0].hot.config)
     with SavedTensors(one) as saved:
         one(x.detach())
@@ -118,7 +118,7 @@ def _in_place(x, i):
 def test_other_tensors_are_not_confused(between):
     """A tensor changed in place, or another one at the same address, is compressed anew."""
     model = siblings(between=between, activation_format="int8")
-    exact = Siblings(3, between)
+    exact = Readers(3, between)
     exact.load_state_dict(model.state_dict())
     x = torch.randn(32, 64)
     for m in (model, exact):
@@ -143,7 +143,7 @@ def test_no_grad_changes_bump_the_version():
 
 def test_other_settings_do_not_share():
     """Two plans for one tensor: two packed forms, each right."""
-    model = Siblings(2)
+    model = Readers(2)
     apply_hot(model, HOTConfig(min_features=1, overrides={"layers.1": {"activation_format": "int8"}}))
     x = torch.randn(32, 64)
     with SavedTensors(model) as saved:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..autograd import _exact_types, _grad_input, _grad_weight
+from ..autograd import exact_types, grad_input, grad_weight
 from ..buffer import compress
 from ..config import Plan
 from ..ops.grid import fits
@@ -93,7 +93,7 @@ class BudgetProbe:
         summed = _Summed(exact, lambda e: sketch(e.t() @ columns.to(e.dtype)))
         for candidate in GRAD_INPUTS:
             plan = replace(self.plan, **candidate.settings)
-            summed.add(_grad_input(g, weight, plan, seed, dtype))
+            summed.add(grad_input(g, weight, plan, seed, dtype))
         return summed.result()
 
     def _weight_errors(self, g: Tensor, x: Tensor, shape: torch.Size, seed: int) -> tuple[Tensor, Tensor]:
@@ -102,7 +102,7 @@ class BudgetProbe:
         for candidate in self.kept_candidates:
             plan = replace(self.plan, **candidate.settings)
             packed, scale = compress(x, plan, seed, share=False)
-            summed.add(_grad_weight(g, packed, scale, plan, seed, x.shape[1], dtype))
+            summed.add(grad_weight(g, packed, scale, plan, seed, x.shape[1], dtype))
         return summed.result()
 
 
@@ -160,6 +160,6 @@ class _Watch(torch.autograd.Function):
     @staticmethod
     def backward(ctx, g):
         x, columns, weight = ctx.saved_tensors
-        with torch.no_grad(), _exact_types(g.device.type):
+        with torch.no_grad(), exact_types(g.device.type):
             ctx.probe.record(g.detach(), x, columns, weight.detach(), ctx.turn)
         return g, None, None, None, None, None
