@@ -45,6 +45,16 @@ def test_the_readme_shows_the_three_ways_in():
     assert "apply_hot(model, HOTConfig())" in text and "remove_hot(model)" in text
 
 
+def test_the_spec_quotes_measured_errors():
+    """Section 8's rows of errors are rows of the page that scripts/gradient_fidelity.py writes; no other number is."""
+    section = re.search(r"(?ms)^## 8\..*?(?=^## 9\.)", (ROOT / "docs/spec.md").read_text())[0]
+    rows = [line for line in section.splitlines() if re.match(r"\| g_[xw] \|", line)]
+    measured = (ROOT / "docs/results/fidelity.md").read_text().splitlines()
+    assert len(rows) == 9 and [row for row in rows if row not in measured] == []
+    rest = "\n".join(line for line in section.splitlines() if line not in rows)
+    assert not re.search(r"\d\.\d|\d%", rest)
+
+
 def test_every_case_is_named_by_a_test():
     cases = re.findall(r"^- (C\d+) ", (ROOT / "docs/cases.md").read_text(), re.M)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))

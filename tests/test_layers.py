@@ -254,7 +254,7 @@ def test_ragged_last_batch(labels):
     for start in range(0, 10, 4):
         for m in (model, exact):
             m(input_ids=ids[start : start + 4], labels=target[start : start + 4]).loss.backward()
-    # INT8 everywhere has a cosine of 0.995 in each layer (SPEC section 8); single biases, sums that nearly cancel,
+    # INT8 everywhere has a cosine of 0.996 in each layer (SPEC section 8); single biases, sums that nearly cancel,
     # scatter.
     assert cosine(whole(grads(model)), whole(grads(exact))) > 0.99
 
