@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from fidelity.single import relative_error
 from torch import nn
 
 from hot_hf import HOTConfig, apply_hot
@@ -138,7 +139,7 @@ def measure(name: str, make) -> None:
         exact, exact_kept = gradient(model, batch)
         for kind, hold, run in missing:
             flat, kept = run(model, batch)
-            error = float((flat - exact).norm() / exact.norm())
+            error = relative_error(flat, exact)
             row = {"model": name, "attention": attention, "kind": kind, "hold": hold}
             row |= {"error": f"{error:.5f}", "kept": f"{kept / exact_kept:.3f}"}
             write([*read(), row])

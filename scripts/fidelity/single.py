@@ -102,12 +102,18 @@ def exact(gradient: str, x: Tensor, g: Tensor, w: Tensor) -> Tensor:
     return g.double() @ w.double() if gradient == "g_x" else g.double().t() @ x.double()
 
 
+def relative_error(value: Tensor, exact: Tensor) -> float:
+    """Frobenius norm of the difference over that of ``exact``, in float64."""
+    value, exact = value.double(), exact.double()
+    return float((value - exact).norm() / exact.norm())
+
+
 def errors(row: Row, layers: dict[str, tuple[Tensor, Tensor, Tensor]], truth: dict[str, Tensor]) -> dict[str, float]:
     """Relative Frobenius error (mean and largest over layers) and cosine (mean and worst) of ``row``."""
     relative, cosine = [], []
     for name, tensors in layers.items():
         approximate, true = row.compute(*tensors).double(), truth[name]
-        relative.append(float((approximate - true).norm() / true.norm()))
+        relative.append(relative_error(approximate, true))
         cosine.append(float((approximate * true).sum() / (approximate.norm() * true.norm())))
     return {
         "error": statistics.mean(relative),

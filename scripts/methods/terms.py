@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from fidelity.capture import capture
 from fidelity.report import markdown
+from fidelity.single import relative_error
 from fidelity.store import Store
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -83,8 +84,7 @@ def measure(name: str, task: Task, store: Store) -> None:
         truth = {"g_x": g.double() @ w.double(), "g_w": g.double().t() @ x.double()}
         for term in TERMS:
             if store.find(task=name, layer=layer, gradient=term.gradient, term=term.name) is None:
-                exact = truth[term.gradient]
-                error = float((term.compute(x, g, w).double() - exact).norm() / exact.norm())
+                error = relative_error(term.compute(x, g, w), truth[term.gradient])
                 store.add(
                     task=name, layer=layer, gradient=term.gradient, term=term.name, error=error, torch=torch.__version__
                 )
