@@ -2,6 +2,8 @@
 
 import copy
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -164,6 +166,13 @@ def test_the_device_is_this_machines_accelerator(monkeypatch, kind):
     assert Estimator(CONFIGS["vit"], method="exact", device="cpu").device == "cpu"
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda check_available=False: None)
     assert Estimator(CONFIGS["vit"], method="exact").device == "cpu"
+
+
+def test_no_device_is_named_outside_its_kernels():
+    """C66: torch.cuda appears in the Triton kernels' folder alone."""
+    package = Path(prediction.__file__).parents[1]
+    found = [p for p in package.rglob("*.py") if re.search(r"\btorch\.cuda\b", p.read_text())]
+    assert [p for p in found if p.parent != package / "ops/triton"] == []
 
 
 def test_measuring_asks_no_device_that_is_not_there(monkeypatch):
