@@ -56,9 +56,9 @@ class HOTCallback(TrainerCallback, ExportableState):
     * ``grad_input_error/LAYER``, ``grad_weight_error/LAYER``: relative Frobenius errors of sampled layers, the one that
       costs: only with a reporter (``report_to``, none by default).
 
-    The count of non-finite gradients is one pass over the gradients per optimizer step: 0.2 s for 133 million of them
-    in float32 on one busy core, 1.1 to 1.5 times the norm that gradient clipping takes of them anyway. A packed input
-    costs about 20 us to meter.
+    The count of non-finite gradients is one pass over them in every optimizer step: for 133 million in float32, on one
+    busy CPU core, 0.17 s, half of what ``clip_grad_norm_`` takes, which Trainer calls in every step as well. Metering a
+    packed input takes about 10 us.
 
     Args:
         hot_config: a HOTConfig, a dict, a preset name, or None for the default.

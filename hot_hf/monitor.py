@@ -120,8 +120,8 @@ class GradientErrors:
 class NonFiniteGradients:
     """Counts optimizer steps, and gradients in them, with an entry that is NaN or infinite.
 
-    One pass over the gradients of this process in every step: what the norm for gradient clipping costs. On an
-    accelerator it synchronizes only when read. Under gradient clipping one NaN has spread to every gradient before the
+    One pass over the gradients of this process in every step, less than gradient clipping takes. On an accelerator it
+    synchronizes only when read. Under gradient clipping one NaN has spread to every gradient before the
     optimizer step, where this looks.
     """
 
@@ -141,7 +141,7 @@ class NonFiniteGradients:
             return
         device = gradients[0].device
         if all(gradient.is_cpu for gradient in gradients):
-            # The CPU takes 5 to 10 times as long for the largest magnitude as for the 2-norm, which a sum that
+            # The CPU takes 6 to 10 times as long for the largest magnitude as for the 2-norm, which a sum that
             # overflows makes infinite too: looked at again.
             norms = torch._foreach_norm(gradients)
             gradients = [g for g, norm in zip(gradients, norms, strict=True) if not math.isfinite(norm)]
