@@ -54,7 +54,7 @@ class ModuleRow:
 
     @classmethod
     def of(cls, name: str, module: nn.Module, skip_reason: str | None, plan: str) -> ModuleRow:
-        if not trains(module):
+        if skip_reason is None and not trains(module):
             plan = plan.partition(" / ")[0] + "; frozen, keeps nothing"
         return cls(
             name or "(root)",

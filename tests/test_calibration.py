@@ -101,6 +101,12 @@ def test_calibration_leaves_the_model_as_it_was(config, same_callback, tmp_path)
             if state.global_step == 1:
                 raise KeyboardInterrupt
 
+    class Look(TrainerCallback):
+        hooks = 0
+
+        def on_step_begin(self, args, state, control, **kwargs):
+            self.hooks += sum(len(m._forward_hooks) for m in layers(model).values())
+
     data = [{**r, "labels": torch.randint(2, ())} for r in rows()]
     callback = HOTCallback(config, error_every=1)
     run = trainer(model, data, tmp_path, [callback, Raise()], report_to="tensorboard")
@@ -115,9 +121,10 @@ def test_calibration_leaves_the_model_as_it_was(config, same_callback, tmp_path)
         run.model = run.model_wrapped = other
         run.remove_callback(Raise)
     else:
-        callback = HOTCallback(config, error_every=1)
-        run = trainer(model, data, tmp_path, [callback], report_to="tensorboard")
+        callback, look = HOTCallback(config, error_every=0), Look()
+        run = trainer(model, data, tmp_path, [callback, look], report_to="tensorboard")
     run.train()
+    assert same_callback or look.hooks == 0  # from the first step on
     assert len(layers(other)) == 13 and len(callback.selection) == (13 if hooks == 0 else 0)
     for used in (model, other):
         assert not any(m._forward_hooks or m.hot.meter for m in layers(used).values())
