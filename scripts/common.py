@@ -24,24 +24,24 @@ class HOTArguments:
         metadata={"help": "A preset (default, paper, fast, smallest), a folder with hot_config.json, or none."},
     )
     hot_settings: str = field(
-        default="{}", metadata={"help": 'Fields of HOTConfig to change, as JSON: \'{"rank": 12, "lora": true}\'.'}
+        default="{}", metadata={"help": "Fields of HOTConfig to change, as JSON: '{\"rank\": 12}'. --lora_r sets lora."}
     )
     hot_error_every: int = field(
         default=100,
         metadata={"help": "Steps between measurements of gradient errors, where a reporter is on; 0: never."},
     )
 
-    def config(self) -> HOTConfig | None:
-        """The HOTConfig, or None for exact training."""
+    def config(self, lora: bool = False) -> HOTConfig | None:
+        """The HOTConfig, or None for exact training. ``lora``: adapters train, whose inputs alone are kept."""
         if self.hot == "none":
             return None
-        settings = json.loads(self.hot_settings)
+        settings = ({"lora": True} if lora else {}) | json.loads(self.hot_settings)
         if Path(self.hot).is_dir():
             return HOTConfig.from_dict({**HOTConfig.from_pretrained(self.hot).to_dict(), **settings})
         return HOTConfig.from_preset(self.hot, **settings)
 
-    def callbacks(self) -> list[HOTCallback]:
-        config = self.config()
+    def callbacks(self, lora: bool = False) -> list[HOTCallback]:
+        config = self.config(lora)
         return [] if config is None else [HOTCallback(config, error_every=self.hot_error_every)]
 
 

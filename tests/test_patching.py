@@ -14,7 +14,7 @@ import hot_hf
 from hot_hf import HOTConfig, HOTLinear, HOTPatchError, apply_hot, fix_selection, remove_hot, report_of
 from hot_hf.patching import canonical_name, config_of, matches
 from hot_hf.saving import save_beside
-from tests.models import grads, mlp, tiny_llama, tiny_vit, token_batch
+from tests.models import grads, mlp, tiny_llama, tiny_vit, token_batch, twin
 
 
 class Plain(nn.Linear):
@@ -110,12 +110,16 @@ def test_root_module():
 def test_one_module_under_two_names():
     """C27: patched once, reported once, the second name noted; its gradient is the sum of both uses."""
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
+    apart = nn.Sequential(twin(model[0]), nn.GELU(), twin(model[0]))
     model.append(model[0])
     report = apply_hot(model)
+    apply_hot(apart)
     assert report.patched == ["0"] and report.aliases == {"2": "0"}
     assert "2 is 0 under a second name" in str(report) and "1 of 1 linear layers" in str(report)
-    model(torch.randn(4, 64)).sum().backward()
-    assert model[0].weight.grad.any()
+    x = torch.randn(4, 64)
+    for each in (model, apart):
+        each(x).square().sum().backward()
+    assert torch.equal(model[0].weight.grad, apart[0].weight.grad + apart[2].weight.grad)
     with pytest.raises(HOTPatchError, match="exclude: '2' matches 2, a second name of 0; write that"):
         apply_hot(model, HOTConfig(exclude=["2"]))
     assert remove_hot(model) == ["0"]
