@@ -69,15 +69,12 @@ def test_claims_are_the_rows(rows):
 
 def test_advice_is_said_only_where_the_rows_say_it(rows):
     said = advice(Results(rows))
-    about = {
-        word: [s for s in said if word in s] for word in ("missed the bound", "norm", "little", "speed", "autocast")
-    }
+    about = {word: [s for s in said if word in s] for word in ("missed the bound", "norm", "little", "autocast")}
     assert len(about["missed the bound"]) == 1
     assert "**`paper`**" in about["missed the bound"][0] and "+0.2000" in about["missed the bound"][0]
     assert about["norm"] == [s for s in said if "`paper` (50 times)" in s and "Python sources" in s]
     assert "MiniLM, sentences of film reviews (linear inputs are 12% of it, 11% is saved)" in about["little"][0]
     assert "Python sources" not in about["little"][0]
-    assert "1.50 times on MiniLM" in about["speed"][0] and "Python" not in about["speed"][0]
     assert "MiniLM" in about["autocast"][0]
     harmless = [r for r in rows if r["task"] == "code" and r["method"] != "paper"]
     assert advice(Results(harmless)) == []

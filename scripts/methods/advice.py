@@ -12,7 +12,7 @@ MUCH_NORM = 10  # times exact training's largest gradient norm
 
 def advice(results: Results) -> list[str]:
     """Sentences, those on the accuracy first; a rule whose condition no row meets says nothing."""
-    rules = (_inaccurate, _norms, _little_saved, _slower, _bfloat16, _beaten)
+    rules = (_inaccurate, _norms, _little_saved, _bfloat16, _beaten)
     return [sentence for rule in rules for sentence in rule(results)]
 
 
@@ -59,20 +59,6 @@ def _little_saved(results: Results) -> list[str]:
     return [
         f"Where inputs of linear layers are a small part of what the backward keeps there is little to gain: "
         f"{joined(little)}. There `compress='block'` or checkpointing save more ([memory.md](../memory.md))."
-    ]
-
-
-def _slower(results: Results) -> list[str]:
-    slower = []
-    for task in results.by:
-        ratio = results.ratio(task, "default", "seconds_per_step")
-        if ratio is not None and ratio > 1:
-            slower.append(f"{ratio:.2f} times on {TASKS[task].what}")
-    if not slower:
-        return []
-    return [
-        f"For speed alone, on the machine of these rows: the default's step took {joined(slower)} as long as exact "
-        "training's. The machine did other work meanwhile; [bench.md](bench.md) has undisturbed times."
     ]
 
 

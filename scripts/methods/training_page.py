@@ -61,7 +61,13 @@ def method_table(results: Results, task: str) -> str:
             ]
         )
     head = ["method", "seeds", "held-out loss", "above exact", *(["accuracy", "from exact"] if accuracy else [])]
-    head += ["within the bound", "largest gradient norm", "linear inputs, of float32", "MiB kept in all", "s/step"]
+    head += [
+        "within the bound",
+        "largest gradient norm",
+        "linear inputs, of float32",
+        "MiB kept in all",
+        "s/step, machine shared",
+    ]
     return markdown(head, lines)
 
 
@@ -121,7 +127,9 @@ def write(rows: Sequence[Row], folder: Path) -> None:
     parts = [
         HEADER,
         "Ran on " + "; ".join(f"{m}, torch {t}" for m, t in machines) + ". Runs without a time were made by "
-        "`gradient_fidelity.py` ([fidelity.md](fidelity.md)), which trains two of the tasks with the same functions.\n",
+        "`gradient_fidelity.py` ([fidelity.md](fidelity.md)), which trains two of the tasks with the same functions. "
+        "The machine did other work meanwhile, so seconds tell how long a run takes and compare no methods: "
+        "[bench.md](bench.md) does.\n",
         "![differences](training.png)\n",
     ]
     lines = claims(results)
