@@ -191,8 +191,9 @@ def write_pages() -> None:
         "Made by `scripts/bench_page.py` from the CSV files beside it. Times are medians; a ratio is the median over "
         "interleaved pairs, above 1 is faster than the baseline. The share of the int8 product is the time of its "
         "bare `torch._int_mm` calls into memory that is already there, measured in the same run: what remains if "
-        "everything else cost nothing. In whole steps it is that of the products as they run, with the scaling of their "
-        "sums. A load average well above the number of threads says that others used the machine: its ratios are not those of an idle one.\n",
+        "everything else cost nothing. In whole steps it is that of the products as they run, with the scaling of "
+        "their sums. A load average well above the number of threads says that others used the machine: its ratios "
+        "are not those of an idle one.\n",
     ]
     if ops:
         torchao = any(r["configuration"].startswith("torchao") for r in ops)
