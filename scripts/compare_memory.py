@@ -38,6 +38,7 @@ TABLE = RESULTS / "memory.csv"
 FIELDS = ("workload", "method", "steps", "kept", "kept_without_loss", "resident", "seconds", "loss")
 MIB = 2**20
 TEXT_STEPS = 40
+STEPS_OF = {"vit-b": "ViT-B/16, batch 8", "smollm2": "SmolLM2-135M, 4x256 tokens"}  # models of bench_step.py
 TIMED_STEPS, TIMED_ROUNDS = 4, 2  # the first of each round is left out
 
 FULL = (
@@ -266,27 +267,25 @@ def share(value: str, of: str) -> str:
     return f"{int(value) / int(of):.0%}"
 
 
-def against_checkpointing(mine: list[dict]) -> str:
-    """Which methods checkpointing beats in both bytes and time, and which are faster for more bytes."""
-    base = next((r for r in mine if r["method"].endswith("checkpointing") and "hot" not in r["method"]), None)
-    others = [r for r in mine if base is not None and "checkpointing" not in r["method"]]
-    others = [r for r in others if r["method"] not in ("exact", "lora") and "fused" not in r["method"]]
-    if not others:
+def side_by_side(workload: str) -> str:
+    """What bench_step.py's interleaved steps say of the time of checkpointing and of HOT, where it has this model."""
+    path, model = RESULTS / "bench_step.csv", STEPS_OF.get(workload)
+    if model is None or not path.exists():
         return ""
-    parts = []
-    for slower, text in (
-        (True, "keeps less and takes less time than {}"),
-        (False, "keeps less but takes longer than {}"),
-    ):
-        names = [
-            f"`{r['method']}`"
-            for r in others
-            if int(r["kept_without_loss"]) >= int(base["kept_without_loss"])
-            and (float(r["seconds"]) >= float(base["seconds"])) == slower
-        ]
-        if names:
-            parts.append(text.format(", ".join(names)))
-    return f"Here `{base['method']}` " + "; it ".join(parts) + "." if parts else ""
+    with open(path, newline="") as file:
+        ratios = {r["configuration"]: float(r["x_float32"]) for r in csv.DictReader(file) if r["model"] == model}
+    parts = [
+        f"`{ours}` {1 / ratios[theirs]:.2f}"
+        for ours, theirs in (
+            ("checkpointing", "checkpointing"),
+            ("hot", "HOT default"),
+            ("hot+checkpointing", "HOT default, checkpointing"),
+        )
+        if theirs in ratios
+    ]
+    if not parts:
+        return ""
+    return f"Side by side ([bench.md](bench.md), {model}), in times of an exact step: {', '.join(parts)}."
 
 
 def page() -> None:
@@ -299,8 +298,9 @@ def page() -> None:
         f"one CPU thread, torch {torch.__version__.split('+')[0]}. Kept: bytes that autograd "
         "saves for the backward, each storage once, counted by saved-tensor hooks. Without loss: less what logits and "
         "loss keep. Resident: the growth of the process's peak in its first step, with gradients, optimizer state and "
-        "everything temporary. Seconds: CPU time of the median step after the first: forward, backward, optimizer; "
-        f"all rows in {TIMED_ROUNDS} rounds, one row after the other. "
+        "everything temporary. Seconds: CPU time of the median step after the first: forward, backward, optimizer. The "
+        "rows were made at different times beside other work, and the same step took up to twice as long: they tell a "
+        "few seconds from twenty, not one method from another (`--time` measures them anew, close together). "
         "Rows without a loss ran three steps. "
         "What the numbers mean is in [memory.md](../memory.md).",
         "",
@@ -332,7 +332,7 @@ def page() -> None:
                 both = r["loss"] and base["loss"]
                 cells += [r["loss"], f"{float(r['loss']) - float(base['loss']):+.4f}" if both else ""]
             lines.append("| " + " | ".join(cells) + " |")
-        if sentence := against_checkpointing(mine):
+        if sentence := side_by_side(name):
             lines += ["", sentence]
     (RESULTS / "memory.md").write_text("\n".join(lines) + "\n")
     draw(done)
