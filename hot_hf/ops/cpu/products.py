@@ -1,7 +1,7 @@
 """int8 products whose int32 sums are scaled, and transformed if asked, before they leave the cache.
 
-On AMX tiles by the kernels' own product (``product.h``): against torch's product followed by a pass over its sums, the
-backward of one linear took a tenth to a third less time in one run. Elsewhere by torch (oneDNN: AVX-512 VNNI).
+On AMX tiles by the kernels' own product (``product.h``); elsewhere, and under ``HOT_HF_CPU_AMX=0``, by torch's (oneDNN:
+AVX-512 VNNI) followed by a pass over its sums.
 """
 
 from __future__ import annotations
