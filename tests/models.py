@@ -6,6 +6,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from hot_hf import HOTConfig, apply_hot
+from hot_hf.layers import HOTMixin
+
 
 def tiny_llama(layers: int = 2, hidden: int = 64, tie: bool = False, **settings):
     """A Llama of 64 features, 4 heads, 97 tokens: every projection is at least 64 wide."""
@@ -106,3 +109,17 @@ def cosine(value: Tensor, exact: Tensor) -> float:
     """Cosine of the angle between two tensors of one shape, in float64."""
     value, exact = value.detach().double().flatten(), exact.detach().double().flatten()
     return (value @ exact / (value.norm() * exact.norm())).item()
+
+
+def patched_names(model: nn.Module) -> list[str]:
+    return [n for n, m in model.named_modules() if isinstance(m, HOTMixin)]
+
+
+def equal_states(a: nn.Module, b: nn.Module) -> bool:
+    a, b = a.state_dict(), b.state_dict()
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) for k in a)
+
+
+def patched(model: nn.Module, config: HOTConfig | None = None) -> nn.Module:
+    apply_hot(model, config)
+    return model
