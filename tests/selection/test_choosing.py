@@ -34,8 +34,9 @@ class Differing(nn.Module):
         if name == "smooth":  # runs of 64 equal tokens, and a little noise
             x = x[::64].repeat_interleave(64, 0) + 0.02 * x
             g = g[::64].repeat_interleave(64, 0) + 0.02 * g
-        if name == "outlier":  # one token in 100, twenty times as large
-            size = torch.where(torch.rand(TOKENS, 1) < 0.01, 20.0, 1.0)
+        if name == "outlier":  # 5 tokens of 512, twenty times as large; always 5, for they carry the summed gradient
+            size = torch.ones(TOKENS, 1)
+            size[torch.randperm(TOKENS)[:5]] = 20.0
             x, g = x * size, g * size.flip(0)
         return x, g + 0.1 * x @ self.directions[list(self._modules).index(name)].t()
 
@@ -76,16 +77,16 @@ def errors_on_fresh_data(model: Differing, batches: int = 8) -> dict[str, list[f
 
 @pytest.mark.parametrize("max_error", [0.0005, 0.05, 0.15, 0.3])
 def test_a_plan_obeys_its_budget(max_error):
-    """Measured in four micro-batches, obeyed in eight others, by single gradients and by their sums."""
+    """Measured in eight micro-batches, obeyed in eight others, by single gradients and by their sums: the margin of 10%
+    covers the difference (at most 0.86 of the budget in 40 models; measured in four, 1.14 for the outliers)."""
     model = Differing()
-    apply_hot(model, HOTConfig(selection="budget", max_grad_error=max_error, lqs_batches=4))
-    for _ in range(4):
+    apply_hot(model, HOTConfig(selection="budget", max_grad_error=max_error, lqs_batches=8))
+    for _ in range(8):
         model.step()
     plans = fix_selection(model)
     assert all(m.hot.probe is None for m in model._modules.values())
     for name, errors in errors_on_fresh_data(model).items():
-        # The margin of 10% is for this; where few outliers carry a gradient, eight batches differ from four by more.
-        assert max(errors) <= max_error * (1.2 if name == "outlier" else 1.0), (name, plans[name], errors)
+        assert max(errors) <= max_error, (name, plans[name], errors)
     formats = {name: plan.activation_format for name, plan in plans.items()}
     bits = {name: plan.grad_input_bits for name, plan in plans.items()}
     if max_error == 0.0005:  # less than INT8 can do
