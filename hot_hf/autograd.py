@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import ops
-from .config import Plan
+from .layer_plan import Plan
 
 
 class HOTFunction(torch.autograd.Function):

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from . import ops
-from .config import Plan
+from .layer_plan import Plan
 
 # q/k/v and gate/up follow each other; every decoder layer returns to the encoder's output after six other tensors.
 REMEMBERED = 16

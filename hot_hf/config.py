@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .ops import FORMATS, grid
+from .layer_plan import PLAN_FIELDS, Plan
+from .ops import FORMATS
 from .ops.reference import BLOCK_SIZES, ROUNDINGS, TOKEN_BLOCK
 
 CONFIG_NAME = "hot_config.json"
@@ -55,46 +56,6 @@ def byte_budget(value: int | str, exact: int) -> int:
             "or '1.5GiB', or a share of what exact training keeps, such as '12.5%'."
         )
     return bytes_
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What one layer does: the part of a HOTConfig that can differ between layers.
-
-    ``grad_input_bits=None`` and ``activation_format="none"`` mean exact.
-    """
-
-    grad_input_bits: int | None = 8
-    grad_input_granularity: str = "per_token"
-    activation_format: str = "ht_int4"
-    rank: int = 8
-    grad_weight_granularity: str = "per_feature"
-    block_size: int = 16
-    rounding: str = "nearest"
-    token_grid: tuple[int, int, int] | None = None
-
-    def __post_init__(self) -> None:
-        if self.token_grid is not None:  # a list, from JSON
-            object.__setattr__(self, "token_grid", tuple(self.token_grid))
-
-    def grid(self, tokens: int) -> tuple[int, int, int] | None:
-        """The token grid where the format has an order of tokens and ``tokens`` are whole images; None elsewhere."""
-        return self.token_grid if self.activation_format in grid.BITS and grid.fits(tokens, self.token_grid) else None
-
-    @property
-    def exact(self) -> bool:
-        return self.grad_input_bits is None and self.activation_format == "none"
-
-    def label(self) -> str:
-        """A short name for reports: ``INT8 per_token / ht_int4``."""
-        bits = "exact" if self.grad_input_bits is None else f"INT{self.grad_input_bits} {self.grad_input_granularity}"
-        kept = self.activation_format
-        if kept in grid.BITS:
-            kept += f" r={self.rank}" + (" 2-D" if self.token_grid else "")
-        return f"{bits} / {kept}"
-
-
-PLAN_FIELDS = tuple(f.name for f in fields(Plan))
 
 
 @dataclass

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from . import compiling
 from .autograd import HOTFunction
 from .buffer import compress
-from .config import HOTConfig, Plan
+from .config import HOTConfig
+from .layer_plan import Plan
 from .rounding import StepClock, layer_seed
 from .selection import BudgetProbe, Choice, GranularityProbe
 

@@ -9,7 +9,7 @@ from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 from hot_hf import HOTConfig, apply_hot, buffer
-from hot_hf.config import Plan
+from hot_hf.layer_plan import Plan
 from hot_hf.memory import SavedTensors
 from hot_hf.ops import FORMATS
 from tests.models import grads, relative_error, tiny_llama, token_batch, twin

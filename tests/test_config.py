@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from hot_hf import HOTConfig, apply_hot
-from hot_hf.config import CONFIG_NAME, PRESETS, Plan
+from hot_hf.config import CONFIG_NAME, PRESETS
+from hot_hf.layer_plan import Plan
 
 # SPEC section 8: g_x, and the kept activation.
 PRESET_PLANS = {

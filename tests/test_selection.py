@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from hot_hf import HOTConfig, HOTLinear, apply_hot, fix_selection
-from hot_hf.config import Plan
+from hot_hf.layer_plan import Plan
 from hot_hf.selection import GranularityProbe
 from tests.models import grads, mlp, twin
 

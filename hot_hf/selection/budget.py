@@ -10,7 +10,8 @@ from torch import Tensor
 from torch.utils.weak import TensorWeakRef
 
 from ..buffer import REMEMBERED
-from ..config import HOTConfig, Plan, byte_budget
+from ..config import HOTConfig, byte_budget
+from ..layer_plan import Plan
 from .candidates import EXACT_INPUT, EXACT_KEPT, GRAD_INPUTS
 from .choose import Layer, Pick, cheapest, exact_bytes, within_bytes
 from .probe import BudgetProbe

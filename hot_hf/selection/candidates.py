@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import log2
 
-from ..config import Plan
+from ..layer_plan import Plan
 from ..ops import FORMATS
 from ..ops.grid import fits, kept_rows
 from ..ops.reference import TOKEN_BLOCK, padded

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from ..config import Plan
+from ..layer_plan import Plan
 from .candidates import EXACT_INPUT, EXACT_KEPT, GradInput, Kept, Shape, combine
 from .sums import Score
 

@@ -7,7 +7,7 @@ from dataclasses import astuple
 import torch
 from torch import nn
 
-from ..config import Plan
+from ..layer_plan import Plan
 from .candidates import Shape
 from .lqs import GranularityProbe
 from .probe import BudgetProbe

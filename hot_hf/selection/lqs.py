@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..config import Plan
+from ..layer_plan import Plan
 from ..ops import reference
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from ..config import PLAN_FIELDS, HOTConfig, Plan
+from ..config import HOTConfig
+from ..layer_plan import PLAN_FIELDS, Plan
 from .budget import Choice
 from .sums import Score
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..autograd import exact_types, grad_input, grad_weight
 from ..buffer import compress
-from ..config import Plan
+from ..layer_plan import Plan
 from ..ops.grid import fits
 from ..ops.reference import TOKEN_BLOCK, compute_dtype, padded
 from ..rounding import layer_seed

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from hot_hf import HOTConfig, apply_hot, fix_selection
-from hot_hf.config import Plan
+from hot_hf.layer_plan import Plan
 from tests.models import mlp, tiny_llama, token_batch
 
 from .worker import (

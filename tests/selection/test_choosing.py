@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from hot_hf import HOTConfig, apply_hot, fix_selection
-from hot_hf.config import Plan
+from hot_hf.layer_plan import Plan
 from hot_hf.memory import SavedTensors
 from hot_hf.ops import compress
 from hot_hf.selection import SelectedPlan
