@@ -64,7 +64,7 @@ def test_device_map_and_offload(auto, llama_dir, tmp_path):
         model = auto.AutoModelForCausalLM.from_pretrained(llama_dir, hot_config="default", device_map=device_map)
         assert len(patched_names(model)) == 14 and not any(p.is_meta for p in model.parameters())
         model(**inputs).loss.backward()
-        assert 0 < relative_error(*(g["model.embed_tokens.weight"] for g in (grads(model), grads(exact)))) < 0.1
+        assert 0 < relative_error(*(g["model.embed_tokens.weight"] for g in (grads(model), grads(exact)))) < 0.02  # g_x
 
     device_map = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
     device_map |= {"model.layers.0": "cpu", "model.layers.1": "disk"}
@@ -78,7 +78,7 @@ def test_device_map_and_offload(auto, llama_dir, tmp_path):
     assert torch.equal(out.logits, exact(**inputs).logits)
     out.loss.backward()
     assert all(m.hot.called for m in model.modules() if isinstance(m, HOTMixin))
-    assert 0 < relative_error(*(g["model.embed_tokens.weight"] for g in (grads(model), grads(exact)))) < 0.1
+    assert 0 < relative_error(*(g["model.embed_tokens.weight"] for g in (grads(model), grads(exact)))) < 0.02  # g_x
 
 
 def test_meta_device_then_weights(seed):
@@ -121,7 +121,7 @@ def test_accelerate_hooks(order):
     layer(x).square().sum().backward()
     exact(x).square().sum().backward()
     assert seen == ["HOTLinear"] and layer.hot.called
-    assert 0 < relative_error(layer.weight.grad, exact.weight.grad) < 0.3
+    assert 0 < relative_error(layer.weight.grad, exact.weight.grad) < 0.18  # 8 tokens: 0.09 to 0.12
     remove_hot(layer)
     layer.weight.grad = None
     layer(x).square().sum().backward()

@@ -79,7 +79,7 @@ def test_two_experts_per_token(implementation):
     y, got = _gradients(layer, x, index, weights, g)
     want_y, want = _gradients(exact, x, index, weights, g)
     torch.testing.assert_close(y, want_y, rtol=1e-5, atol=1e-6)
-    assert 0 < relative_error(got["gate_up_proj"], want["gate_up_proj"]) < 0.2
+    assert 0 < relative_error(got["gate_up_proj"], want["gate_up_proj"]) < 0.14  # SPEC section 8
     with torch.no_grad():
         assert torch.equal(layer(x, index, weights), exact(x, index, weights))
 

@@ -19,6 +19,7 @@ from .training import layers, losses, rows, trainer
 
 peft = pytest.importorskip("peft")
 NAMES = ["q_proj", "v_proj", "down_proj"]
+STRAY = 0.25  # SPEC section 8 has 0.14 for g_w; single matrices of 8 x 64 and 18 tokens came to 0.20 in 700
 
 
 def lora(model, **settings):
@@ -68,7 +69,7 @@ def test_either_order_gives_the_same_model(r, config, seed):
     assert results[0][0] == results[1][0] == results[2][0]
     assert equal(results[1][1], results[2][1])
     for name, gradient in results[0][1].items():
-        assert relative_error(results[1][1][name], gradient) < 0.3, name  # SPEC section 8: 0.14 for lora_A itself
+        assert relative_error(results[1][1][name], gradient) < STRAY, name
 
 
 @pytest.mark.parametrize("way", ["apply_hot", "from_pretrained"])
@@ -210,7 +211,7 @@ def test_two_adapters_and_modules_to_save():
         (loss, got), (want_loss, want) = step(model, inputs), step(exact, inputs)
         assert loss == want_loss and got.keys() == want.keys()
         assert {n.split(".lora_A.")[1].split(".")[0] for n in got if "lora_A" in n} == {adapter}
-        assert all(relative_error(got[n], want[n]) < 0.3 for n in want if want[n].any())
+        assert all(relative_error(got[n], want[n]) < STRAY for n in want if want[n].any())
     assert any("modules_to_save.default" in n for n in got)
     with pytest.raises(HOTPatchError, match="query"):
         apply_hot(model, HOTConfig(exclude=["query"]))
@@ -234,7 +235,7 @@ def test_dora(first, seed):
     assert loss == want_loss and any("magnitude" in name for name in want)
     assert got.keys() == want.keys()
     for name, gradient in want.items():
-        assert relative_error(got[name], gradient) < 0.3, name
+        assert relative_error(got[name], gradient) < STRAY, name
 
 
 @pytest.mark.parametrize("lora_too", [False, True])
@@ -299,7 +300,7 @@ def test_float32_adapters_on_a_bf16_base():
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert got[name].dtype == parameter.dtype == torch.float32
-            assert relative_error(got[name], want[name]) < 0.3, name
+            assert relative_error(got[name], want[name]) < STRAY, name
 
 
 def test_lora_b_at_zero():
@@ -325,7 +326,7 @@ def test_target_parameters_of_experts():
     (want_loss, want), (loss, got) = step(exact, inputs), step(model, inputs)
     torch.testing.assert_close(loss, want_loss)
     both = [torch.cat([g[n].flatten() for n in want]) for g in (got, want)]
-    assert 0 < relative_error(*both) < 0.3
+    assert 0 < relative_error(*both) < 0.18  # 0.11 to 0.13
 
 
 def test_qlora_on_the_cpu():
@@ -349,7 +350,7 @@ def test_qlora_on_the_cpu():
     (want_loss, want), (loss, got) = step(exact, inputs), step(hot, inputs)
     assert loss == want_loss
     for name, gradient in want.items():
-        assert relative_error(got[name], gradient) < 0.3, name
+        assert relative_error(got[name], gradient) < STRAY, name
 
 
 @pytest.mark.parametrize("way", ["hot_hf", "transformers"])
