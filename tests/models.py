@@ -100,6 +100,11 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
     return ((value - exact).norm() / exact.norm()).item()
 
 
+def whole_error(got: dict[str, Tensor], want: dict[str, Tensor]) -> float:
+    """Relative error of all gradients of a model as one vector: steadier than that of its smallest matrix."""
+    return relative_error(*(torch.cat([gradients[name].flatten() for name in want]) for gradients in (got, want)))
+
+
 def whole(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     """All gradients of a model as one vector."""
     return torch.cat([gradient.flatten() for gradient in gradients.values()])

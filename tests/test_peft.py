@@ -14,12 +14,12 @@ from hot_hf.layers import HOTMixin
 from hot_hf.memory import SavedTensors
 
 from .architectures import batch, build
-from .models import grads, mlp, relative_error, tiny_bert, tiny_llama, token_batch, twin
+from .models import grads, mlp, tiny_bert, tiny_llama, token_batch, twin, whole_error
 from .training import layers, losses, rows, trainer
 
 peft = pytest.importorskip("peft")
 NAMES = ["q_proj", "v_proj", "down_proj"]
-STRAY = 0.25  # SPEC section 8 has 0.14 for g_w; single matrices of 8 x 64 and 18 tokens came to 0.20 in 700
+NEAR = 0.18  # SPEC section 8: 0.14 for one g_w; whole gradients of these models came to 0.07 to 0.13
 
 
 def lora(model, **settings):
@@ -68,8 +68,7 @@ def test_either_order_gives_the_same_model(r, config, seed):
     results = [step(m.train(), inputs) for m in (exact, after, before)]
     assert results[0][0] == results[1][0] == results[2][0]
     assert equal(results[1][1], results[2][1])
-    for name, gradient in results[0][1].items():
-        assert relative_error(results[1][1][name], gradient) < STRAY, name
+    assert 0 < whole_error(results[1][1], results[0][1]) < NEAR
 
 
 @pytest.mark.parametrize("way", ["apply_hot", "from_pretrained"])
@@ -211,7 +210,7 @@ def test_two_adapters_and_modules_to_save():
         (loss, got), (want_loss, want) = step(model, inputs), step(exact, inputs)
         assert loss == want_loss and got.keys() == want.keys()
         assert {n.split(".lora_A.")[1].split(".")[0] for n in got if "lora_A" in n} == {adapter}
-        assert all(relative_error(got[n], want[n]) < STRAY for n in want if want[n].any())
+        assert 0 < whole_error(got, want) < NEAR
     assert any("modules_to_save.default" in n for n in got)
     with pytest.raises(HOTPatchError, match="query"):
         apply_hot(model, HOTConfig(exclude=["query"]))
@@ -234,8 +233,7 @@ def test_dora(first, seed):
     (want_loss, want), (loss, got) = step(exact, inputs), step(model, inputs)
     assert loss == want_loss and any("magnitude" in name for name in want)
     assert got.keys() == want.keys()
-    for name, gradient in want.items():
-        assert relative_error(got[name], gradient) < STRAY, name
+    assert 0 < whole_error(got, want) < NEAR
 
 
 @pytest.mark.parametrize("lora_too", [False, True])
@@ -300,7 +298,7 @@ def test_float32_adapters_on_a_bf16_base():
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             assert got[name].dtype == parameter.dtype == torch.float32
-            assert relative_error(got[name], want[name]) < STRAY, name
+    assert 0 < whole_error(got, want) < NEAR
 
 
 def test_lora_b_at_zero():
@@ -325,8 +323,7 @@ def test_target_parameters_of_experts():
     inputs = batch("Mixtral")
     (want_loss, want), (loss, got) = step(exact, inputs), step(model, inputs)
     torch.testing.assert_close(loss, want_loss)
-    both = [torch.cat([g[n].flatten() for n in want]) for g in (got, want)]
-    assert 0 < relative_error(*both) < 0.18  # 0.11 to 0.13
+    assert 0 < whole_error(got, want) < NEAR
 
 
 def test_qlora_on_the_cpu():
@@ -349,8 +346,7 @@ def test_qlora_on_the_cpu():
     inputs = token_batch()
     (want_loss, want), (loss, got) = step(exact, inputs), step(hot, inputs)
     assert loss == want_loss
-    for name, gradient in want.items():
-        assert relative_error(got[name], gradient) < STRAY, name
+    assert 0 < whole_error(got, want) < NEAR
 
 
 @pytest.mark.parametrize("way", ["hot_hf", "transformers"])
