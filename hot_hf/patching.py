@@ -268,10 +268,13 @@ def advice_on_adapters(model: nn.Module) -> str | None:
                 return None
         elif ".lora_A." in name and is_linear(module):
             adapters = adapters or trains(module)
-    if not adapters or all(config.lora for config, _ in configurations(model)):
+    configs = [config for config, _ in configurations(model)]
+    if not adapters or all(config.lora for config in configs):
         return None
+    block = any(config.compress == "block" for config in configs)
+    saves = "saves memory only by compress='block'" if block else "saves no memory"
     return (
-        "hot_hf: every patched layer is frozen and only the adapters train, so HOT keeps nothing, saves no memory, and "
+        f"hot_hf: every patched layer is frozen and only the adapters train, so HOT keeps nothing, {saves}, and "
         "its gradients are inexact all the same. HOTConfig(lora=True) patches lora_A as well, whose kept inputs are "
         "what fills memory under LoRA."
     )
