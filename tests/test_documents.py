@@ -1,5 +1,6 @@
 """The documents say what the commands that they name print, and point at what is there."""
 
+import csv
 import importlib.util
 import random
 import re
@@ -85,3 +86,27 @@ def test_memory_per_rank(capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", ["per_rank_memory.py"])
     script("per_rank_memory").main()
     assert capsys.readouterr().out.strip() in (ROOT / "docs/distributed.md").read_text()
+
+
+def test_the_readme_quotes_measured_losses():
+    """Every difference in the README's table of methods is that of the stored runs, to the digits shown."""
+    with open(ROOT / "docs/results/training.csv", newline="") as file:
+        loss = {
+            (r["task"], r["method"]): float(r["held_out_loss"])
+            for r in csv.DictReader(file)
+            if r["seed"] == "0" and r["steps"] == "60"
+        }
+    labels = {
+        "`HOTConfig()`": "default", "`HOTConfig(selection": "budget-eighth", "exact backward": "bf16",
+        "SwitchBack": "switchback", "INT8 per tensor": "int8", "LUQ": "luq", "INT4 per tensor": "int4", "LBP-WHT": "lbp-wht", "`paper()`": "paper",
+    }  # fmt: skip
+    table = (ROOT / "README.md").read_text().split("| | sources | prose |\n|---|---|---|\n")[1].split("\n\n")[0]
+    found = []
+    for line in table.splitlines():
+        label, *shown = (cell.strip() for cell in line.strip("|").split("|"))
+        method = next(m for start, m in labels.items() if label.startswith(start))
+        for task, text in zip(("code", "prose"), shown, strict=True):
+            above = loss[task, method] - loss[task, "exact"]
+            assert text == f"{above:+.{len(text.partition('.')[2])}f}", (label, task)
+        found.append(method)
+    assert sorted(found) == sorted(labels.values())
