@@ -12,7 +12,7 @@ from torch.utils.weak import TensorWeakRef
 from ..buffer import REMEMBERED
 from ..config import HOTConfig, byte_budget
 from ..layer_plan import Plan
-from .candidates import EXACT_INPUT, EXACT_KEPT, GRAD_INPUTS
+from .candidates import EXACT_INPUT, GRAD_INPUTS
 from .choose import Layer, Pick, cheapest, exact_bytes, within_bytes
 from .probe import BudgetProbe
 from .sums import Score
@@ -123,7 +123,7 @@ def _choice(layer: Layer, pick: Pick, batches: int, counted: set) -> Choice:
         None if layer.inputs is None else layer.inputs.get(pick.grad_input, Score()),
         None if layer.kept is None else layer.kept.get(pick.kept, Score()),
         0 if pick.kept is None else once((layer.leader, pick.kept), layer.bytes(pick.kept)),
-        0 if layer.kept is None else once((layer.leader, "exact"), layer.bytes(EXACT_KEPT)),
+        0 if layer.kept is None else once((layer.leader, "exact"), layer.uses * layer.shape.own_bytes),
         pick.operations / (products * EXACT_INPUT.operations(layer.shape)),
         batches,
     )

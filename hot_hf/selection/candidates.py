@@ -16,13 +16,20 @@ ADD, MULTIPLY = 32, 32 * 32  # bit operations of one float32 addition and one mu
 
 @dataclass(frozen=True)
 class Shape:
-    """One layer in one micro-batch; ``element_size`` in bytes of x as it is kept, ``grad_size`` of g."""
+    """One layer in one micro-batch; ``element_size`` in bytes of x as it is kept, ``grad_size`` of g, ``stored`` the
+    elements of the storage that x lies in: keeping a view (BERT's first token) keeps all of what it is a view of."""
 
     tokens: int
     out_features: int
     in_features: int
     element_size: int = 4
     grad_size: int = 4
+    stored: int = 0
+
+    @property
+    def own_bytes(self) -> int:
+        """Of x alone, as it is."""
+        return self.tokens * self.in_features * self.element_size
 
     @property
     def exact_operations(self) -> int:
@@ -89,7 +96,7 @@ class Kept:
     def bytes(self, shape: Shape, per_feature: bool) -> int:
         """Of the packed form and its scales, as kept for one micro-batch."""
         if self.activation_format == "none":
-            return shape.tokens * shape.in_features * shape.element_size
+            return max(shape.own_bytes, shape.stored * shape.element_size)
         row, block = FORMATS[self.activation_format], self.block_size or 1
         rows, columns = row.packed_shape(shape.tokens, shape.in_features, self.rank, block)
         if fits(shape.tokens, self.grid):

@@ -165,5 +165,6 @@ def within_bytes(layers: list[Layer], budget: int) -> dict[str, Pick]:
 
 
 def exact_bytes(layers: list[Layer]) -> int:
-    """What exact training keeps of the measured layers' inputs, each tensor once."""
-    return sum(max((x.bytes(EXACT_KEPT) for x in g if x.kept is not None), default=0) for g in _groups(layers))
+    """What exact training keeps of the measured layers' inputs, each tensor once; of a view its own bytes, so that a
+    share of it promises no more than a share of what is really kept."""
+    return sum(max((x.uses * x.shape.own_bytes for x in g if x.kept is not None), default=0) for g in _groups(layers))

@@ -55,7 +55,7 @@ def _reduce(probes: list[BudgetProbe], device: torch.device) -> None:
     place = {p.name: i for i, p in enumerate(probes)}
     sizes = torch.tensor([
         (
-            p.tokens, p.uses, p.needs_input, p.needs_weight, *(astuple(p.shape)[1:] if p.shape else (0,) * 4),
+            p.tokens, p.uses, p.needs_input, p.needs_weight, *(astuple(p.shape)[1:] if p.shape else (0,) * 5),
             -place.get(p.leader, i),  # where ranks differ, the smallest
         )
         for i, p in enumerate(probes)

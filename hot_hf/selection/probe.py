@@ -30,7 +30,7 @@ class BudgetProbe:
         self.plan, self.name, self.seed, self.budget = plan, name, seed, budget
         self.choice: Choice | None = None
         self.recorded = 0
-        self.tokens = self.uses = self._waiting = 0
+        self.tokens = self.stored = self.uses = self._waiting = 0
         self.needs_input = self.needs_weight = False
         self.shape: Shape | None = None
         self.leader = name  # the first layer that reads the same tensor
@@ -51,6 +51,7 @@ class BudgetProbe:
             self._waiting += 1
         self.uses = max(self.uses, self._waiting, 1)
         self.tokens = max(self.tokens, x.numel() // x.shape[-1])
+        self.stored = max(self.stored, x.untyped_storage().nbytes() // x.element_size())
         self.needs_input |= x.requires_grad
         self.needs_weight |= weight.requires_grad
         self.leader = self.budget.first_reader(x, self.name) if weight.requires_grad else self.name
@@ -82,7 +83,7 @@ class BudgetProbe:
             element_size = (
                 self.shape.element_size if x is None and self.shape else (g if x is None else x).element_size()
             )
-            self.shape = Shape(self.tokens, *weight.shape, element_size, g.element_size())
+            self.shape = Shape(self.tokens, *weight.shape, element_size, g.element_size(), self.stored)
 
     def _input_errors(self, g: Tensor, weight: Tensor, columns: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(g)

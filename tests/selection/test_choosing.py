@@ -131,6 +131,33 @@ def test_bytes_obey_the_budget(budget):
         assert all(layer.plan.activation_format == "int8" for layer in plan.layers.values())
 
 
+class FirstToken(nn.Module):
+    """A layer on all tokens and one on the first of each row, a view, as in BERT's pooler."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.pooler = nn.Linear(IN, IN), nn.Linear(IN, OUT)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.pooler(self.body(x)[:, 0])
+
+
+def test_keeping_a_view_keeps_its_storage():
+    """The view's own bytes would fit, exact, and keep 64 times as many: it is packed instead."""
+    model, x = FirstToken(), torch.randn(16, 64, IN)
+    apply_hot(model, HOTConfig(selection="budget", max_bytes="16%", lqs_batches=2))
+    for _ in range(2):
+        model(x).square().sum().backward()
+    fix_selection(model)
+    plan = SelectedPlan.of(model)
+    with SavedTensors(model) as saved:
+        loss = model(x).square().sum()
+    kept = saved.bytes_of(["body", "pooler"])
+    assert plan.exact_bytes == (1024 + 16) * IN * 4 and plan.layers["pooler"].plan.activation_format != "none"
+    assert kept == plan.bytes <= 0.16 * plan.exact_bytes
+    loss.backward()
+
+
 def test_more_bytes_are_spent_where_they_help():
     """The noise is kept better than the smooth tokens, which lose nothing."""
     model = Differing()
