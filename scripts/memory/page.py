@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import textwrap
 
 from bench_page import RESULTS, latest, where
@@ -30,10 +29,7 @@ the ratio is the median of the pairs'.
 
 
 def rows() -> list[dict]:
-    if not TABLE.exists():
-        return []
-    with open(TABLE, newline="") as file:
-        return list(csv.DictReader(file))
+    return latest(TABLE, "workload", "method")
 
 
 def share(value: str, of: str) -> str:
