@@ -2,10 +2,14 @@
 
 from importlib import import_module
 
+from ._version import __version__
 from .config import HOTConfig
 from .layers import HOTLinear
 from .patching import HOTPatchError, apply_hot, remove_hot, report_of
+from .plan import Plan
 from .report import CoverageReport
+from .saving import config_of
+from .selected_plan import SelectedPlan
 from .selection import fix_selection
 
 __all__ = [
@@ -14,21 +18,31 @@ __all__ = [
     "HOTConfig",
     "HOTLinear",
     "HOTPatchError",
+    "Plan",
+    "SelectedPlan",
+    "__version__",
     "apply_hot",
+    "config_of",
     "fix_selection",
     "install",
     "remove_hot",
     "report_of",
     "uninstall",
 ]
-__version__ = "0.1.0"
-
+# What needs transformers is imported when it is asked for.
 _LAZY = {"HOTCallback": ".callback", "install": ".auto", "uninstall": ".auto"}
 
 
 def __getattr__(name: str):
-    """What needs transformers is imported when it is asked for; ``AutoModelFor...`` are those of ``hot_hf.auto``."""
+    """``HOTCallback``, ``install``, and ``AutoModelFor...``, which are those of ``hot_hf.auto``."""
     module = ".auto" if name.startswith("AutoModel") else _LAZY.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(module, __name__), name)
+
+
+def __dir__() -> list[str]:
+    """Also the Auto classes, which are made when they are asked for."""
+    from .auto import auto_names
+
+    return sorted({*globals(), *__all__, *auto_names()})

@@ -50,8 +50,8 @@ def _patch(loaded: Any, config: HOTConfig) -> Any:
             raise
         raise HOTPatchError(
             f"{error}\nThe base is quantized ({method}), so its frozen layers keep nothing and stay as they are. "
-            "Attach the adapters first, then call hot_hf.apply_hot(model, HOTConfig(lora=True)), or give the trainer "
-            "HOTCallback(HOTConfig(lora=True))."
+            "Attach the adapters first, then call hot_hf.apply_hot(model, HOTConfig()), or give the trainer "
+            "HOTCallback(HOTConfig())."
         ) from error
     if getattr(model, "quantization_method", None) == "gguf":
         # A GGUF file's weights are plain tensors once loaded; with its mark on them Trainer would refuse to train them,
@@ -86,7 +86,7 @@ def _auto_class(name: str) -> type:
         f"The model's save_pretrained and push_to_hub then write {CONFIG_NAME} too. What was patched is in "
         "``hot_hf.report_of(model)``; its last line is logged to ``logging.getLogger('hot_hf')``, as a warning where "
         "less than half of the multiply-adds are in patched layers, else at level INFO, which Python does not show "
-        "unless told to (``logging.basicConfig(level='INFO')``). Adapters that are made later need ``lora=True`` and "
+        "unless told to (``logging.basicConfig(level='INFO')``). Adapters that are made later need "
         "HOTCallback, or another apply_hot (its docstring says why)."
     )
     members = {
@@ -96,6 +96,13 @@ def _auto_class(name: str) -> type:
         "__module__": __name__,
     }
     return type(name, (base,), members)
+
+
+def auto_names() -> list[str]:
+    """The names of transformers' model classes that are extended here."""
+    from transformers.models.auto import modeling_auto
+
+    return [name for name in modeling_auto.__all__ if name.startswith("AutoModel")]
 
 
 def __getattr__(name: str) -> type:

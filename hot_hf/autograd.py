@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import ops
-from .layer_plan import Plan
+from . import gradients
+from .plan import Plan
 
 
 class HOTFunction(torch.autograd.Function):
@@ -21,7 +20,7 @@ class HOTFunction(torch.autograd.Function):
     weight needs no gradient), the plan and the seed of stochastic rounding.
 
     Everything kept goes through ``save_for_backward``; the weight is saved as it is and quantized in the backward, so
-    that a value changed in between is noticed and nothing stale is used (DESIGN decision 3).
+    that a value changed in between is noticed and nothing stale is used (docs/architecture.md, decision 3).
     """
 
     generate_vmap_rule = True
@@ -58,15 +57,18 @@ class HOTFunction(torch.autograd.Function):
                 "Run the backward through the engine (accelerator.backward, engine.backward)."
             )
         grad_x = grad_w = grad_b = None
-        with exact_types(grad_output.device.type), torch.no_grad():
+        with gradients.exact_types(grad_output.device.type), torch.no_grad():
             g = grad_output.reshape(-1, grad_output.shape[-1])
-            if needs_x and needs_weight and ctx.plan.grad_input_bits and _packed_in_order(ctx.plan, g.shape[0]):
-                grad_x, grad_w = _grad_both(g, weight, kept, scale, ctx)
-                grad_x, needs_x, needs_weight = grad_x.reshape(ctx.x_shape), False, False
+            plan, seed, in_features = ctx.plan, ctx.seed, ctx.x_shape[-1]
+            if needs_x and needs_weight:
+                dtypes = (ctx.x_dtype, ctx.weight_dtype)
+                grad_x, grad_w = gradients.grad_both(g, weight, kept, scale, plan, seed, *dtypes)
+            elif needs_x:
+                grad_x = gradients.grad_input(g, weight, plan, seed, ctx.x_dtype)
+            elif needs_weight:
+                grad_w = gradients.grad_weight(g, kept, scale, plan, seed, in_features, ctx.weight_dtype)
             if needs_x:
-                grad_x = grad_input(g, weight, ctx.plan, ctx.seed, ctx.x_dtype).reshape(ctx.x_shape)
-            if needs_weight:
-                grad_w = grad_weight(g, kept, scale, ctx.plan, ctx.seed, ctx.x_shape[-1], ctx.weight_dtype)
+                grad_x = grad_x.reshape(ctx.x_shape)
             if needs_bias:
                 grad_b = g.sum(0).to(ctx.bias_dtype)
         if torch.is_grad_enabled():  # create_graph=True, and torch.func.grad, which always asks for it
@@ -115,68 +117,3 @@ class _NotTwice(torch.autograd.Function):
 
 
 _REMEDY = "call hot_hf.remove_hot(model) first, or leave these layers out with HOTConfig(exclude=[...])."
-
-
-def exact_types(device_type: str):
-    """Autocast off: the caller's may still be on, and float products must run in the types chosen here."""
-    available = torch.amp.is_autocast_available(device_type)
-    return torch.autocast(device_type, enabled=False) if available else nullcontext()
-
-
-def _packed_in_order(plan: Plan, tokens: int) -> bool:
-    """Whether x was packed as its tokens come, so that both products may share their passes over g."""
-    return plan.activation_format != "none" and plan.grid(tokens) is None
-
-
-def grad_input(g: Tensor, weight: Tensor, plan: Plan, seed: int, dtype: torch.dtype) -> Tensor:
-    """The gradient of a layer's input as ``plan`` has it: g (tokens, out), weight (out, in), result (tokens, in)."""
-    if plan.grad_input_bits is None:
-        return (g @ weight.to(g.dtype)).to(dtype)  # under autocast nn.Linear multiplies in g's type too
-    per_token = plan.grad_input_granularity != "per_tensor"
-    return ops.grad_input(g, weight, plan.grad_input_bits, plan.block_size, per_token, plan.rounding, seed + 1, dtype)
-
-
-def _grad_both(g: Tensor, weight: Tensor, kept: Tensor, scale: Tensor, ctx) -> tuple[Tensor, Tensor]:
-    plan = ctx.plan
-    return ops.grad_both(
-        g,
-        weight,
-        kept,
-        scale,
-        plan.grad_input_bits,
-        plan.activation_format,
-        plan.rank,
-        plan.block_size,
-        plan.grad_input_granularity != "per_tensor",
-        plan.grad_weight_granularity == "per_feature",
-        plan.rounding,
-        ctx.seed,  # seed + 1 to grad_input, seed + 3 to grad_weight
-        ctx.x_dtype,
-        ctx.weight_dtype,
-    )
-
-
-def grad_weight(
-    g: Tensor, kept: Tensor, scale: Tensor | None, plan: Plan, seed: int, in_features: int, dtype: torch.dtype
-) -> Tensor:
-    """The gradient of a layer's weight as ``plan`` has it, (out, in), from g (tokens, out) and what was kept of x."""
-    if plan.activation_format == "none":
-        return (g.t() @ kept.reshape(-1, in_features).to(g.dtype)).to(dtype)
-    per_feature = plan.grad_weight_granularity == "per_feature"
-    if (grid := plan.grid(g.shape[0])) is not None:
-        bits = ops.FORMATS[plan.activation_format].bits
-        arguments = (bits, in_features, plan.rank, grid, per_feature, plan.rounding, seed + 3, dtype)
-        return ops.grad_weight_grid(g, kept, scale, *arguments)
-    return ops.grad_weight(
-        g,
-        kept,
-        scale,
-        plan.activation_format,
-        in_features,
-        plan.rank,
-        plan.block_size,
-        per_feature,
-        plan.rounding,
-        seed + 3,  # seed: x; + 1 and + 2: g and W of grad_input; + 3: g of grad_weight
-        dtype,
-    )

@@ -15,12 +15,14 @@ from transformers import DefaultFlowCallback, TrainerCallback
 from transformers.trainer_callback import CallbackHandler, ExportableState
 
 from .config import CONFIG_NAME, HOTConfig
+from .layer_kinds import hot_layers
 from .layers import HOTMixin
-from .monitor import GradientErrors, KeptMeter, NonFiniteGradients, hot_layers, never_called, stop_measuring
+from .monitor import GradientErrors, KeptMeter, NonFiniteGradients, never_called, stop_measuring
 from .patching import HOTPatchError, advice_on_adapters, apply_hot, patched_as_a_whole, report_of
 from .report import CoverageReport
 from .saving import configurations, save_beside, save_config_with
-from .selection import SelectedPlan, fix_selection
+from .selected_plan import SelectedPlan
+from .selection import fix_selection
 
 logger = logging.getLogger(__name__)
 
@@ -33,10 +35,10 @@ class HOTCallback(TrainerCallback, ExportableState):
         Trainer(model, args, train_dataset=data, callbacks=[HOTCallback()])
 
     A model that is patched already keeps its own configuration, and is left alone unless layers have been made since:
-    adapters under ``lora=True``, say, whose ``lora_A`` is then patched too (the whole model once more, so that a
-    selection starts anew). With ``grad_input_granularity="lqs"`` the choices are fixed, on all ranks at once, at the
-    end of the step in which ``lqs_batches`` micro-batches have been seen; they are saved with the checkpoint and taken
-    from it on resume, where the configuration is still the one that they were measured with. The same holds for
+    adapters, say, whose ``lora_A`` is then patched too (the whole model once more, so that a selection starts anew).
+    With ``grad_input_granularity="lqs"`` the choices are fixed, on all ranks at once, at the end of the step in which
+    ``lqs_batches`` micro-batches have been seen; they are saved with the checkpoint and taken from it on resume, where
+    the configuration is still the one that they were measured with. The same holds for
     ``selection="budget"``, whose plan (docs/selection.md) becomes ``hot_plan.json`` beside the ``hot_config.json`` that
     checkpoints, ``model.save_pretrained``, ``trainer.save_model`` and pushes get.
 
@@ -184,7 +186,7 @@ class HOTCallback(TrainerCallback, ExportableState):
         elif not self._saves_config:
             logger.warning(
                 f"HOTCallback: there is no folder {directory}, so this checkpoint gets no {CONFIG_NAME}. Save it "
-                "yourself: hot_hf.patching.config_of(model).save_pretrained(folder)."
+                "yourself: hot_hf.config_of(model).save_pretrained(folder)."
             )
 
     def on_push_begin(self, args, state, control, model=None, **kwargs):

@@ -1,4 +1,4 @@
-"""The ``hot-hf`` command: a row per subcommand, whose module has ``add_arguments(parser)`` and ``run(args) -> int``."""
+"""The ``hot-hf`` command: a row per subcommand, with its module in ``hot_hf.commands``."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ import sys
 from importlib import import_module
 
 COMMANDS = {
-    "demo": ("hot_hf.demo.command", "fine-tune twice from one seed, exact and with HOT, and compare"),
-    "doctor": ("hot_hf.doctor", "show devices and backends, and check every operator on them"),
-    "estimate": ("hot_hf.memory.command", "predict training memory from a configuration, and the largest batch"),
-    "plan": ("hot_hf.selection.command", "show a plan that was selected by budget, as a table and a plot"),
+    "demo": ("run_demo", "fine-tune twice from one seed, exact and with HOT, and compare"),
+    "doctor": ("doctor", "show devices and backends, and check every operator on them"),
+    "estimate": (
+        "estimate_memory",
+        "predict training memory from a configuration, and the largest batch",
+    ),
+    "plan": ("show_plan", "show a plan that was selected by budget, as a table and a plot"),
 }
+
+
+def _module(name: str):
+    return import_module(f"hot_hf.commands.{name}")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -22,10 +29,10 @@ def main(argv: list[str] | None = None) -> int:
     for name, (module, text) in COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text)
         if name in argv[:1]:  # import only what runs: `hot-hf --help` needs no transformers
-            import_module(module).add_arguments(command)
+            _module(module).add_arguments(command)
     args = parser.parse_args(argv)
     try:
-        return import_module(COMMANDS[args.command][0]).run(args)
+        return _module(COMMANDS[args.command][0]).run(args)
     except (ValueError, OSError, ImportError) as error:
         print(f"hot-hf {args.command}: {error}", file=sys.stderr)
         return 2

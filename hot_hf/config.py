@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import math
 import re
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from .layer_plan import PLAN_FIELDS, Plan
-from .ops import FORMATS
-from .ops.reference import BLOCK_SIZES, ROUNDINGS, TOKEN_BLOCK
+from .plan import PLAN_FIELDS, Plan, without_retired
+from .selected_plan import SelectedPlan
 
 CONFIG_NAME = "hot_config.json"
-ACTIVATION_FORMATS = (*FORMATS, "none")
-GRAD_INPUT_GRANULARITIES = ("per_token", "per_tensor", "lqs")
-GRAD_WEIGHT_GRANULARITIES = ("per_feature", "per_tensor")
 COMPRESSIONS = ("inputs", "block")
-SELECTIONS = ("budget",)
 BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-
-
-def _one_of(name: str, value: Any, allowed: tuple) -> None:
-    if not any(
-        type(value) is type(a) and value == a for a in allowed
-    ):  # neither 8.0 nor True passes for a whole number
-        raise ValueError(f"HOTConfig.{name}={value!r} is not known; choose one of {list(allowed)}.")
-
-
-def _whole(name: str, value: Any, low: int, high: int | None = None) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low or (high is not None and value > high):
-        span = f"from {low} to {high}" if high is not None else f"of at least {low}"
-        raise ValueError(f"HOTConfig.{name}={value!r} is out of range; write a whole number {span}.")
 
 
 def byte_budget(value: int | str, exact: int) -> int:
@@ -59,48 +43,16 @@ def byte_budget(value: int | str, exact: int) -> int:
 
 
 @dataclass
-class HOTConfig:
-    """Configuration of Hadamard-based optimized training.
+class HOTConfig(Plan):
+    """Configuration of Hadamard-based optimized training: the plan of every layer, and which layers it is for.
 
     The default is for text and anything unknown; see ``paper()``, ``fast()`` and ``smallest()`` for the other presets.
+    The first seven fields are those of ``Plan``.
 
     Raises:
         ValueError: for a value that is not known, naming the field, what was found and what to write instead.
     """
 
-    grad_input_bits: int | None = field(
-        default=8, metadata={"help": "Bits of both operands of grad_input: 4, 8, or None for the exact product."}
-    )
-    grad_input_granularity: str = field(
-        default="per_token",
-        metadata={
-            "help": "Scales of grad_input: per_token (and per input feature of W), per_tensor, or lqs: measured in the "
-            "first micro-batches and chosen per layer (the paper's LQS, SPEC section 7)."
-        },
-    )
-    activation_format: str = field(
-        default="ht_int4",
-        metadata={"help": f"What the forward keeps of a layer's input: one of {list(ACTIVATION_FORMATS)}."},
-    )
-    rank: int = field(
-        default=8, metadata={"help": "Sequencies kept of each block of 16 tokens by the hla formats, 1 to 16."}
-    )
-    grad_weight_granularity: str = field(
-        default="per_feature", metadata={"help": "Scales of grad_weight: per_feature or per_tensor."}
-    )
-    block_size: int = field(
-        default=16,
-        metadata={"help": f"Hadamard block along features, one of {list(BLOCK_SIZES)}; 1 is no transform."},
-    )
-    rounding: str = field(default="nearest", metadata={"help": f"One of {list(ROUNDINGS)} (SPEC section 6)."})
-    token_grid: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "Image tokens: [prefix, height, width], for example [1, 14, 14] of ViT-B/16 with CLS. The hla "
-            "formats then keep low frequencies of two-dimensional tiles, and prefix tokens whole, wherever a layer's "
-            "tokens are whole images; None: blocks of 16 tokens as they come."
-        },
-    )
     seed: int = field(default=0, metadata={"help": "Key of stochastic rounding, with layer, step and rank."})
     include: list[str] = field(
         default_factory=lambda: ["*"],
@@ -129,9 +81,13 @@ class HOTConfig:
         default_factory=list,
         metadata={"help": "Names of nn.Linear subclasses to patch too; their forward must be that of nn.Linear."},
     )
-    lora: bool = field(
-        default=False,
-        metadata={"help": "Patch lora_A of PEFT adapters as well; lora_B stays exact, its input is only r wide."},
+    lora: bool | None = field(
+        default=None,
+        metadata={
+            "help": "lora_A of PEFT adapters, whose input is what LoRA keeps: None patches it where the adapter's base "
+            "is frozen, True also beside a base that trains, False nowhere. lora_B stays exact, its input is only r "
+            "wide."
+        },
     )
     share: bool = field(
         default=True, metadata={"help": "Layers that read the same tensor (q/k/v, gate/up) keep one packed copy."}
@@ -150,76 +106,59 @@ class HOTConfig:
     selection: str | None = field(
         default=None,
         metadata={
-            "help": "budget: measure every layer's candidates in the first lqs_batches micro-batches, exact meanwhile, "
-            "and choose by max_grad_error or max_bytes (docs/selection.md); None: as configured. Layers with an "
-            "override keep it."
+            "help": "budget, which max_grad_error and max_bytes imply: measure every layer's candidates in the first "
+            "lqs_batches micro-batches, exact meanwhile, and choose by that budget (docs/selection.md); None: as "
+            "configured. Layers with an override keep it."
         },
     )
     max_grad_error: float | None = field(
         default=None,
         metadata={
-            "help": "selection='budget': each layer takes the cheapest candidate whose relative gradient error, of "
+            "help": "A budget: each layer takes the cheapest candidate whose relative gradient error, of "
             "single micro-batches and of their sum, is at most this; a layer without one stays exact."
         },
     )
     max_bytes: int | str | None = field(
         default=None,
         metadata={
-            "help": "selection='budget': the most exact plan whose kept inputs of one micro-batch fit: bytes, '24MB', "
+            "help": "A budget: the most exact plan whose kept inputs of one micro-batch fit: bytes, '24MB', "
             "'1.5GiB', or '12.5%' of what exact training keeps of them."
         },
     )
 
+    __setattr__ = object.__setattr__
+
     def __post_init__(self) -> None:
-        if self.grad_input_bits is not None:
-            _one_of("grad_input_bits", self.grad_input_bits, (4, 8, None))
-        _one_of("grad_input_granularity", self.grad_input_granularity, GRAD_INPUT_GRANULARITIES)
-        _one_of("activation_format", self.activation_format, ACTIVATION_FORMATS)
-        _whole("rank", self.rank, 1, TOKEN_BLOCK)
-        _one_of("grad_weight_granularity", self.grad_weight_granularity, GRAD_WEIGHT_GRANULARITIES)
-        _one_of("block_size", self.block_size, BLOCK_SIZES)
-        _one_of("rounding", self.rounding, ROUNDINGS)
-        _one_of("compress", self.compress, COMPRESSIONS)
-        self._check_grid()
-        _whole("seed", self.seed, 0, 2**62)
-        _whole("min_features", self.min_features, 1)
-        _whole("lqs_batches", self.lqs_batches, 1)
-        if (
-            isinstance(self.lqs_threshold, bool)
-            or not isinstance(self.lqs_threshold, (int, float))
-            or not 0 <= self.lqs_threshold <= 1
-        ):
-            raise ValueError(f"HOTConfig.lqs_threshold={self.lqs_threshold!r} must be a number from 0 to 1.")
+        super().__post_init__()
+        self._check_one_of("compress", COMPRESSIONS)
+        self._check_whole("seed", 0, 2**62)
+        self._check_whole("min_features", 1)
+        self._check_whole("lqs_batches", 1)
+        self._check_number("lqs_threshold", 0 <= _number(self.lqs_threshold) <= 1, "a number from 0 to 1")
         for name in ("include", "exclude", "linear_classes"):
             value = getattr(self, name)
             if not isinstance(value, (list, tuple)) or not all(isinstance(p, str) for p in value):
                 raise ValueError(f"HOTConfig.{name}={value!r} must be a list of strings, for example ['*.q_proj'].")
             setattr(self, name, list(value))
-        for name in ("skip_heads", "lora", "share"):
+        for name in ("skip_heads", "share"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"HOTConfig.{name}={getattr(self, name)!r} must be True or False.")
+        if self.lora is not None and not isinstance(self.lora, bool):
+            raise ValueError(f"HOTConfig.lora={self.lora!r} must be True, False, or None for automatic.")
         self._check_selection()
         self._check_overrides()
 
-    def _check_grid(self) -> None:
-        if self.token_grid is None:
-            return
-        value = list(self.token_grid) if isinstance(self.token_grid, (list, tuple)) else []
-        if len(value) != 3 or any(type(v) is not int for v in value) or value[0] < 0 or min(value[1:]) < 1:
-            raise ValueError(
-                f"HOTConfig.token_grid={self.token_grid!r} must be [prefix tokens, height, width] in patches, for "
-                "example [1, 14, 14], or None."
-            )
-        self.token_grid = value
+    def _check_number(self, name: str, right: bool, what: str) -> None:
+        if not right:
+            raise ValueError(f"HOTConfig.{name}={getattr(self, name)!r} must be {what}.")
 
     def _check_selection(self) -> None:
         error, size = self.max_grad_error, self.max_bytes
-        if self.selection is None:
-            for name, value in (("max_grad_error", error), ("max_bytes", size)):
-                if value is not None:
-                    raise ValueError(f"HOTConfig.{name}={value!r} is a budget: write selection='budget' with it.")
+        if self.selection is None and error is None and size is None:
             return
-        _one_of("selection", self.selection, (*SELECTIONS, None))
+        if self.selection is None:
+            self.selection = "budget"
+        self._check_one_of("selection", ("budget", None))
         if (error is None) == (size is None):
             raise ValueError(
                 "HOTConfig.selection='budget' needs exactly one of max_grad_error and max_bytes, not "
@@ -230,8 +169,8 @@ class HOTConfig:
                 "HOTConfig.selection='budget' chooses the granularity itself: leave grad_input_granularity='lqs' out "
                 "(with the paper preset, write grad_input_granularity='per_token')."
             )
-        if error is not None and (isinstance(error, bool) or not isinstance(error, (int, float)) or not 0 < error < 1):
-            raise ValueError(f"HOTConfig.max_grad_error={error!r} must be a number between 0 and 1, such as 0.15.")
+        if error is not None:
+            self._check_number("max_grad_error", 0 < _number(error) < 1, "a number between 0 and 1, such as 0.15")
         if size is not None:
             byte_budget(size, 2**30)
 
@@ -245,22 +184,22 @@ class HOTConfig:
                     f"{list(PLAN_FIELDS)}."
                 )
             try:
-                HOTConfig(**{**self._plan_settings(), **settings})
+                self._plan(settings)
             except ValueError as error:
                 raise ValueError(f"HOTConfig.overrides[{pattern!r}]: {error}") from None
 
-    def _plan_settings(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in PLAN_FIELDS}
+    def _plan(self, changes: dict[str, Any]) -> Plan:
+        return Plan(**{**{name: getattr(self, name) for name in PLAN_FIELDS}, **changes})
 
-    def plan(self, matches=lambda pattern: False) -> Plan:
+    def plan(self, matches: Callable[[str], bool] = lambda pattern: False) -> Plan:
         """The plan of one layer; ``matches`` tells whether an override's pattern is for it."""
-        settings = self._plan_settings()
-        for pattern, changes in self.overrides.items():
+        changes: dict[str, Any] = {}
+        for pattern, settings in self.overrides.items():
             if matches(pattern):
-                settings.update(changes)
-        return Plan(**settings)
+                changes.update(settings)
+        return self._plan(changes)
 
-    # Presets (SPEC section 8). Keyword arguments change single fields.
+    # Presets (docs/spec.md, section 8). Keyword arguments change single fields.
 
     @classmethod
     def paper(cls, **changes) -> HOTConfig:
@@ -303,17 +242,19 @@ class HOTConfig:
         raise TypeError(f"hot_config must be a HOTConfig, a dict or a preset name, not {type(value).__name__}.")
 
     @classmethod
-    def from_plan(cls, path: str | Path, **changes) -> HOTConfig:
-        """A saved plan as a configuration: an override for each of its layers, nothing left to measure.
+    def from_plan(cls, plan: SelectedPlan | str | Path, **changes) -> HOTConfig:
+        """A selected plan, or the file of one, as a configuration: an override for each of its layers, nothing to
+        measure.
 
-        ``changes`` are other fields, for layers that the plan does not name among them.
+        ``changes`` are other fields; an ``overrides`` among them comes after the plan's.
 
         Raises:
             FileNotFoundError, ValueError: for a file that is missing or no plan, naming it.
         """
-        from .selection.planfile import SelectedPlan
-
-        return SelectedPlan.load(path).config(**changes)
+        plan = plan if isinstance(plan, SelectedPlan) else SelectedPlan.load(plan)
+        planned = {glob.escape(name): asdict(layer.plan) for name, layer in plan.layers.items()}
+        overrides = {**plan.config_settings.get("overrides", {}), **planned, **changes.pop("overrides", {})}
+        return cls.from_dict({**plan.config_settings, **changes, "overrides": overrides})
 
     # Storage
 
@@ -330,6 +271,11 @@ class HOTConfig:
         """
         if not isinstance(settings, dict):
             raise ValueError(f"HOTConfig.from_dict takes a dictionary of its fields, not {settings!r}.")
+        settings = without_retired(settings)
+        if isinstance(overrides := settings.get("overrides"), dict):
+            settings["overrides"] = {
+                pattern: without_retired(of) if isinstance(of, dict) else of for pattern, of in overrides.items()
+            }
         known = [f.name for f in fields(cls)]
         unknown = sorted(set(settings) - set(known))
         if unknown:
@@ -359,6 +305,11 @@ class HOTConfig:
         except json.JSONDecodeError as error:
             raise ValueError(f"{path} is not valid JSON ({error}); HOTConfig().save_pretrained writes it.") from None
         return cls.from_dict(settings)
+
+
+def _number(value: Any) -> float:
+    """``value`` where it is a number, else NaN, which lies in no range."""
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else math.nan
 
 
 PRESETS: dict[str, dict[str, Any]] = {

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from types import MethodType
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import compiling
+from . import gradients, torch_compile
 from .autograd import HOTFunction
-from .buffer import compress
+from .class_swap import Swapped, register
 from .config import HOTConfig
-from .layer_plan import Plan
+from .plan import Plan
 from .rounding import StepClock, layer_seed
-from .selection import BudgetProbe, Choice, GranularityProbe
+from .selected_plan import Choice
 
-if TYPE_CHECKING:
-    from .monitor import KeptMeter
+
+class Probe(Protocol):
+    """What measures a layer before its plan is chosen (``selection/``); the layer is exact meanwhile."""
+
+    choice: Choice | None  # what a budget has measured of the plan, once chosen
+
+    def watch(self, y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+        """What the layer returns in place of its output ``y``, equal to it, so that its gradient is seen."""
+
+    def ready(self) -> Plan | None:
+        """The plan, once enough was measured."""
+
+
+class Meter(Protocol):
+    """What counts the bytes that layers keep, while somebody measures."""
+
+    def add(self, *tensors: Tensor | None) -> None: ...
 
 
 @dataclass
@@ -27,31 +41,31 @@ class HOTState:
     """What apply_hot leaves on a module, as the plain attribute ``hot``: no tensor, no buffer, no parameter."""
 
     name: str
-    original_class: type
     plan: Plan
-    seed: int = 0
-    share: bool = True
-    clock: StepClock = field(default_factory=StepClock)
-    probe: GranularityProbe | BudgetProbe | None = None
-    choice: Choice | None = None  # what a budget measured of the plan
+    config: HOTConfig  # of the whole model, shared by its layers
+    clock: StepClock
+    probe: Probe | None = None  # while it measures
+    choice: Choice | None = None  # what a budget has measured of the plan
     called: bool = False
-    config: HOTConfig | None = None  # of the whole model, shared by its layers
-    meter: KeptMeter | None = None  # counts what is kept while a callback measures
-    traces: int = field(default_factory=lambda: compiling.traces)  # of any layer, before this one was patched
+    meter: Meter | None = None
+    traces: int = field(default_factory=lambda: torch_compile.traces)  # of any layer, before this one was patched
 
     def __post_init__(self) -> None:
-        compiling.count_layer(self)
+        torch_compile.count_layer(self)
 
     def enter(self) -> None:
         """What every forward does first: note the call."""
         if torch.compiler.is_compiling():
             p = self.plan  # by value: as an argument it would be guarded by identity, a version for every layer
-            compiling.tracing(
-                p.grad_input_bits, p.grad_input_granularity, p.activation_format, p.rank, p.block_size,
-                p.token_grid is not None,
-            )  # fmt: skip
+            torch_compile.tracing(
+                p.grad_input_bits, p.grad_input_granularity, p.activation_format, p.rank, p.block_size
+            )
         else:
             self.called = True
+
+    def take(self, plan: Plan) -> None:
+        """End measuring, with ``plan``."""
+        self.plan, self.choice, self.probe = plan, self.probe.choice, None
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -68,13 +82,13 @@ def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, pa
     if hot.probe is None and hot.plan.rounding != "stochastic":
         return _linear(hot, x, weight, bias, part)
     if torch.compiler.is_compiling():
-        return compiling.outside_graph(_stateful_linear, hot, x, weight, bias, part)
+        return torch_compile.outside_graph(_stateful_linear, hot, x, weight, bias, part)
     return _stateful_linear(hot, x, weight, bias, part)
 
 
 def _stateful_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part: str) -> Tensor:
-    if hot.probe is not None and (choice := hot.probe.ready()) is not None:
-        hot.plan, hot.choice, hot.probe = choice, hot.probe.choice, None
+    if hot.probe is not None and (plan := hot.probe.ready()) is not None:
+        hot.take(plan)
     return _linear(hot, x, weight, bias, part)
 
 
@@ -100,10 +114,10 @@ def _linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part:
         return hot.probe.watch(F.linear(x, weight, bias), x, weight)
     seed = 0
     if plan.rounding == "stochastic":
-        seed = layer_seed(hot.seed, f"{hot.name}.{part}" if part else hot.name, step)
+        seed = layer_seed(hot.config.seed, f"{hot.name}.{part}" if part else hot.name, step)
     kept = scale = None
     if weight.requires_grad:
-        kept, scale = (x, None) if plan.activation_format == "none" else compress(x, plan, seed, hot.share)
+        kept, scale = gradients.keep(x, plan, seed, hot.config.share)
         if hot.meter is not None and not torch.compiler.is_compiling():
             hot.meter.add(kept, scale)
     y = HOTFunction.apply(x, weight, bias, kept, scale, plan, seed)
@@ -112,10 +126,14 @@ def _linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part:
     return y
 
 
-class HOTMixin:
+class HOTMixin(Swapped):
     """The forward of every patched layer; ``hot`` is its HOTState."""
 
     hot: HOTState
+
+    @classmethod
+    def members(cls, original: type) -> dict[str, Any]:
+        return {"__name__": f"HOT{original.__name__}", "__module__": __name__}
 
     def forward(self, input: Tensor) -> Tensor:
         self.hot.enter()
@@ -133,11 +151,7 @@ class HOTMixin:
 class HOTLinear(HOTMixin, nn.Linear):
     """A patched nn.Linear."""
 
+    hot_original_class = nn.Linear
 
-def swap_class(module: nn.Module, cls: type) -> None:
-    """Change the class, and with it the bound forward that accelerate's hooks remember (DESIGN decision 1)."""
-    old = type(module).forward
-    module.__class__ = cls
-    for attribute in ("forward", "_old_forward"):
-        if getattr(module.__dict__.get(attribute), "__func__", None) is old:
-            module.__dict__[attribute] = MethodType(cls.forward, module)
+
+register(HOTMixin, HOTLinear)

@@ -9,17 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
-from . import compiling
-from .autograd import exact_types, grad_input, grad_weight
-from .buffer import compress
-from .kinds import kind_of
+from . import torch_compile
+from .gradients import exact_types, grad_input, grad_weight, keep
+from .layer_kinds import hot_layers, kind_or_linear
 from .layers import HOTMixin
 from .rounding import layer_seed
-
-
-def hot_layers(model: nn.Module) -> list[HOTMixin]:
-    """The patched layers of ``model``, each once."""
-    return [m for m in model.modules() if isinstance(m, HOTMixin)]
 
 
 class KeptMeter:
@@ -71,7 +65,7 @@ class GradientErrors:
     def sample(cls, model: nn.Module, count: int) -> GradientErrors:
         """``count`` layers spread over the patched ones, of different kinds where blocks repeat; experts have no single
         product to measure."""
-        layers = [m for m in hot_layers(model) if (kind := kind_of(m)) is None or kind.measured]
+        layers = [m for m in hot_layers(model) if kind_or_linear(m).measured]
         count = min(count, len(layers))
         return cls([layers[(i * len(layers) // count + i) % len(layers)] for i in range(count)])
 
@@ -101,14 +95,14 @@ class GradientErrors:
         hot, weight = layer.hot, layer.matrix.detach()
         if tuple(weight.shape) != (g.shape[-1], x.shape[-1]):  # sharded away by FSDP
             return
-        seed = layer_seed(hot.seed, hot.name, step) if hot.plan.rounding == "stochastic" else 0
+        seed = layer_seed(hot.config.seed, hot.name, step) if hot.plan.rounding == "stochastic" else 0
         with torch.no_grad(), exact_types(g.device.type):
             g, x = g.reshape(-1, g.shape[-1]), x.reshape(-1, x.shape[-1])
             if needs_x and hot.plan.grad_input_bits is not None:
                 value = grad_input(g, weight, hot.plan, seed, torch.float32)
                 self._note("grad_input_error", hot.name, value, g.float() @ weight.float())
             if layer.matrix.requires_grad and hot.plan.activation_format != "none":
-                kept, scale = compress(x, hot.plan, seed, share=False)
+                kept, scale = keep(x, hot.plan, seed, share=False)
                 value = grad_weight(g, kept, scale, hot.plan, seed, x.shape[-1], torch.float32)
                 self._note("grad_weight_error", hot.name, value, g.float().t() @ x.float())
 
@@ -173,4 +167,4 @@ def never_called(model: nn.Module) -> list[str]:
 
     Unknown, and left out, where layers were compiled since: compiled code leaves no note.
     """
-    return [m.hot.name for m in hot_layers(model) if not m.hot.called and m.hot.traces == compiling.traces]
+    return [m.hot.name for m in hot_layers(model) if not m.hot.called and m.hot.traces == torch_compile.traces]

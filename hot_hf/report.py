@@ -8,11 +8,12 @@ from dataclasses import dataclass, field
 
 from torch import nn
 
-from .kinds import CONV1D, LINEAR, features, is_linear, kind_of, original_class
+from .class_swap import original_class
+from .decisions import LEFT_OUT
+from .layer_kinds import CONV1D, is_linear, kind_of, kind_or_linear
 
 logger = logging.getLogger("hot_hf")
 PATCHED = "patched"
-LEFT_OUT = ("not in include", "excluded", "configured exact")  # reasons that the user gave
 UNSEEN = "not patched yet: apply_hot has not seen it"
 LOW = 0.5  # share of multiply-adds below which a model is said to be hardly covered
 
@@ -25,7 +26,7 @@ def _numel(parameter: nn.Parameter) -> int:
 def _multiply_adds(module: nn.Module) -> int:
     """Multiply-adds per position of the input; 0 for what does not multiply by a weight matrix."""
     if isinstance(module, nn.Linear) or kind_of(module) is CONV1D:
-        out_features, in_features = features(module)
+        out_features, in_features = kind_or_linear(module).features(module)
         return out_features * in_features
     if isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)):
         return module.weight.numel()
@@ -37,7 +38,7 @@ def _multiply_adds(module: nn.Module) -> int:
 def trains(module: nn.Module) -> bool:
     """Whether a linear layer's weight needs a gradient; where none does, HOT keeps nothing of its input."""
     weights = [p for name, p in module.named_parameters(recurse=False) if "bias" not in name]
-    return any(w.requires_grad for w in (*weights, (kind_of(module) or LINEAR).weight(module)))
+    return any(w.requires_grad for w in (*weights, kind_or_linear(module).weight(module)))
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class ModuleRow:
         return cls(
             name or "(root)",
             original_class(module).__name__,
-            features(module),
+            kind_or_linear(module).features(module),
             PATCHED if skip_reason is None else "exact",
             plan if skip_reason is None else skip_reason,
             sum(map(_numel, module.parameters(recurse=False))),

@@ -13,9 +13,9 @@ from typing import Any
 from torch import nn
 
 from .config import CONFIG_NAME, HOTConfig
+from .layer_kinds import hot_layers
 from .layers import HOTMixin
-from .selection import SelectedPlan
-from .selection.planfile import PLAN_NAME
+from .selected_plan import PLAN_NAME, SelectedPlan
 
 logger = logging.getLogger("hot_hf")
 
@@ -66,7 +66,7 @@ def save_beside(model: nn.Module, directory: str | Path) -> bool:
     if config is None:
         return False
     config.save_pretrained(directory)
-    if any(m.hot.choice is not None for m in model.modules() if isinstance(m, HOTMixin)):
+    if any(m.hot.choice is not None for m in hot_layers(model)):
         SelectedPlan.of(model).save(Path(directory) / PLAN_NAME)
     return True
 

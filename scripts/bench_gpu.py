@@ -28,7 +28,9 @@ import torch
 from torch import nn
 
 import hot_hf
-from hot_hf import HOTConfig, doctor, ops
+from hot_hf import HOTConfig, ops
+from hot_hf.commands import doctor
+from hot_hf.ops import operators
 
 sys.path.insert(0, str(Path(__file__).parent))
 import roofline
@@ -43,7 +45,7 @@ class Bench:
     """Where and how to run: a GPU with do_bench, or the interpreter with one call each."""
 
     def __init__(self, dry: bool) -> None:
-        from hot_hf.ops import triton as backend
+        from hot_hf.ops.triton import BACKEND as backend
 
         self.dry, self.backend = dry, backend
         self.device = torch.device("cpu" if dry else torch.accelerator.current_accelerator())
@@ -52,7 +54,7 @@ class Bench:
         self.configs = dict(list(CONFIGS.items())[: 2 if dry else None])
         self.started = time.perf_counter()
         if dry:
-            ops.backend_for = lambda x: backend
+            operators.backend_for = lambda x: backend
 
     def shapes(self) -> list[tuple[str, int, int, int]]:
         return [("tiny", 40, 64, 96)] if self.dry else list(roofline.SHAPES)
@@ -147,9 +149,7 @@ def kernels(bench: Bench, name: str, n: int, i: int, o: int, label: str, config:
         return b.scaled_product(g[0][0], w[0], g[0][1], w[1], bench.dtype)
 
     def grad_weight(g, k):
-        return ops.FORMATS[fmt].grad_weight(
-            b, None, k[0], k[1], i, config.rank, 16, True, "nearest", 0, bench.dtype, g_q=g[1]
-        )
+        return ops.FORMATS[fmt].product(b, g[1], k[0], k[1], i, 16, bench.dtype)
 
     calls = {
         "x": bench.turns(lambda x: ops.compress(x, fmt, config.rank, 16, True, "nearest", 0), xs),

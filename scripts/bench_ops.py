@@ -25,8 +25,9 @@ import torch
 from bench_page import RESULTS, append, interleaved, machine, summary, timed, torchao_int8, write_pages
 from torch import nn
 
-from hot_hf import HOTConfig, apply_hot, buffer
-from hot_hf.ops import cpu, reference
+from hot_hf import HOTConfig, apply_hot, gradients
+from hot_hf.ops import reference
+from hot_hf.ops.cpu import BACKEND as cpu
 
 LAYERS = {  # name: (tokens, out_features, in_features)
     "bar 1": (4096, 3072, 768),
@@ -87,7 +88,7 @@ class Contender:
 
     def compression(self) -> float:
         hot = getattr(self.layer, "hot", None)
-        return 0.0 if hot is None else timed(lambda: buffer.compress(self.x, hot.plan, 0, share=False))
+        return 0.0 if hot is None else timed(lambda: gradients.keep(self.x, hot.plan, 0, share=False))
 
     def sample(self) -> dict[str, float]:
         self.clear()
@@ -228,7 +229,9 @@ def quantizers(args: argparse.Namespace) -> None:
 
 
 def start(args: argparse.Namespace) -> None:
-    code = "import time; from hot_hf.ops import cpu; t = time.time(); assert cpu.warm_up(); print(time.time() - t)"
+    code = (
+        "import time; from hot_hf.ops.cpu import BACKEND as cpu; t = time.time(); cpu.warm_up(); print(time.time() - t)"
+    )
     with tempfile.TemporaryDirectory() as cache:
         for name in ("the first on a machine: compiles", "every later one"):
             result = subprocess.run(

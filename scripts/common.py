@@ -11,8 +11,7 @@ from pathlib import Path
 from transformers import HfArgumentParser, Trainer, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
-from hot_hf import HOTCallback, HOTConfig
-from hot_hf.patching import config_of
+from hot_hf import HOTCallback, HOTConfig, config_of
 
 
 @dataclass
@@ -31,17 +30,17 @@ class HOTArguments:
         metadata={"help": "Steps between measurements of gradient errors, where a reporter is on; 0: never."},
     )
 
-    def config(self, lora: bool = False) -> HOTConfig | None:
-        """The HOTConfig, or None for exact training. ``lora``: adapters train, whose inputs alone are kept."""
+    def config(self) -> HOTConfig | None:
+        """The HOTConfig, or None for exact training."""
         if self.hot == "none":
             return None
-        settings = ({"lora": True} if lora else {}) | json.loads(self.hot_settings)
+        settings = json.loads(self.hot_settings)
         if Path(self.hot).is_dir():
             return HOTConfig.from_dict({**HOTConfig.from_pretrained(self.hot).to_dict(), **settings})
         return HOTConfig.from_preset(self.hot, **settings)
 
-    def callbacks(self, lora: bool = False) -> list[HOTCallback]:
-        config = self.config(lora)
+    def callbacks(self) -> list[HOTCallback]:
+        config = self.config()
         return [] if config is None else [HOTCallback(config, error_every=self.hot_error_every)]
 
 

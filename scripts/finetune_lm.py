@@ -117,7 +117,7 @@ def main() -> None:
         eval_dataset=evaluation,
         processing_class=tokenizer,
         data_collator=default_data_collator,
-        callbacks=hot_args.callbacks(lora=bool(lora_args.lora_r)),
+        callbacks=hot_args.callbacks(),
     )
     start = "HuggingFaceTB/SmolLM2-135M-Instruct" if model_args.model == "smollm2" else model_args.model
     run(trainer, {"tasks": "text-generation", "dataset": data_args.dataset, "tags": ["hot"], "finetuned_from": start})

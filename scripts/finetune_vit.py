@@ -145,7 +145,7 @@ def main() -> None:
         processing_class=processor,
         data_collator=collate,
         compute_metrics=accuracy,
-        callbacks=hot_args.callbacks(lora=bool(lora_args.lora_r)),
+        callbacks=hot_args.callbacks(),
     )
     card = {"tasks": "image-classification", "dataset": data_args.dataset, "tags": ["hot"]}
     run(trainer, {**card, "finetuned_from": None if model_args.model == "small-vit" else model_args.model})

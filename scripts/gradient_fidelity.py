@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""How faithful HOT's gradients are, and what that does to training: SPEC section 8 on real data.
+"""How faithful HOT's gradients are, and what that does to training: spec.md, section 8 on real data.
 
     python scripts/gradient_fidelity.py            # everything that is not in the CSV files yet, then the report
     python scripts/gradient_fidelity.py --limit 1  # the next missing row or run only

@@ -24,12 +24,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import default_data_collator
 
-from hot_hf import HOTConfig, apply_hot, fix_selection, remove_hot
+from hot_hf import HOTConfig, SelectedPlan, apply_hot, fix_selection, remove_hot
+from hot_hf.commands.plan_plot import plot
 from hot_hf.demo import tasks
 from hot_hf.layers import HOTMixin
 from hot_hf.memory import SavedTensors
-from hot_hf.selection import SelectedPlan
-from hot_hf.selection.plot import plot
 
 RESULTS = Path(__file__).parent.parent / "docs" / "results" / "plans"
 ERRORS = ("layer_grad_input", "layer_grad_weight", "layer_grad_weight_summed", "model_single", "model_summed")
@@ -128,7 +127,6 @@ def main() -> None:
     parser.add_argument("--batches", type=int, default=4, help="micro-batches that are measured (default: %(default)s)")
     parser.add_argument("--fresh", type=int, default=4, help="micro-batches of the check (default: %(default)s)")
     parser.add_argument("--warm-steps", type=int, default=0, help="exact steps before (a model from scratch)")
-    parser.add_argument("--token-grid", type=int, nargs=3, help="of HOTConfig: 1 2 2 for the demo's ViT")
     parser.add_argument("--output", type=Path, default=RESULTS)
     args = parser.parse_args()
 
@@ -162,22 +160,19 @@ def main() -> None:
         max_grad_error=args.max_grad_error,
         max_bytes=args.max_bytes,
         lqs_batches=args.batches,
-        token_grid=args.token_grid,
     )
     apply_hot(model, config)
     measuring = train(args.batches)
     fix_selection(model)
     plan = SelectedPlan.of(model)
-    name = (
-        f"{task.name}_{args.max_grad_error or args.max_bytes.replace('%', 'pct')}{'_grid' if args.token_grid else ''}"
-    )
+    name = f"{task.name}_{args.max_grad_error or args.max_bytes.replace('%', 'pct')}"
     plan.save(args.output / f"{name}.json")
     plot(plan, args.output / f"{name}.png")
     print(str(plan).split("layers:")[0].rsplit("\n", 1)[0])
     print("\n".join(line for line in str(plan).splitlines() if "layers:" in line or "MiB" in line))
 
     batches = list(itertools.islice(stream, args.fresh))
-    configs = {"the plan": plan.config(), **{p: HOTConfig.from_preset(p) for p in ("default", "fast")}}
+    configs = {"the plan": HOTConfig.from_plan(plan), **{p: HOTConfig.from_preset(p) for p in ("default", "fast")}}
     remove_hot(model)
     exact, start = [], time.perf_counter()
     for batch in batches:
@@ -227,7 +222,7 @@ def page(output: Path, rows: list[dict]) -> str:
         budget = ", ".join(f"`{k}={v!r}`" for k, v in plan.budget.items())
         of = [row for row in rows if row["plan"] == name]
         lines += [
-            f"## {name.split('_')[0]}, {budget}{', with token_grid' if name.endswith('_grid') else ''}",
+            f"## {name.split('_')[0]}, {budget}",
             "",
             f"[{name}.json]({name}.json), {len(plan.layers)} layers of {plan.model}, {plan.bytes / 2**20:.2f} of "
             f"{plan.exact_bytes / 2**20:.2f} MiB kept. A measured micro-batch took "

@@ -33,7 +33,7 @@ def test_autocast(preset, dtype):
         losses.append(loss)
     assert torch.equal(*losses)
     assert all(grad.dtype == torch.float32 for grad in grads(model).values())
-    # Over all weights: INT8 with ht_int4 has 0.976 in its worst layer (SPEC section 8); the low-rank formats drop half
+    # Over all weights: INT8 with ht_int4 has 0.976 in its worst layer (spec.md); the low-rank formats drop half
     # of the sequencies and have 0.75 on text, sqrt(1/2) on tokens without any order. A small layer scatters around it.
     assert cosine(whole(grads(model)), whole(grads(exact))) > (0.97 if preset == "default" else 0.6)
 

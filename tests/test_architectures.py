@@ -37,7 +37,7 @@ def test_architecture(name, seed, tmp_path):
 
     got, want = grads(model), grads(exact)
     assert got.keys() == want.keys()
-    # SPEC section 8 measures 0.014 for g_x and 0.14 for g_w; the embeddings and norms in between are exact.
+    # spec.md, section 8 measures 0.014 for g_x and 0.14 for g_w; the embeddings and norms in between are exact.
     assert 0 < whole_error(got, want) < 0.25
     assert {n: p.grad.stride() for n, p in model.named_parameters() if n in got} == {
         n: p.grad.stride() for n, p in exact.named_parameters() if n in got

@@ -9,8 +9,7 @@ import transformers
 from transformers import PreTrainedModel
 
 import hot_hf
-from hot_hf import HOTConfig, HOTPatchError, apply_hot
-from hot_hf.patching import config_of
+from hot_hf import HOTConfig, HOTPatchError, apply_hot, config_of
 
 from .architectures import build
 from .models import equal_states, patched_names, tiny_llama, token_batch, twin

@@ -239,7 +239,7 @@ def _packed_outputs(graph) -> list:
 
 
 def test_compilation_merges_siblings(dynamo):
-    """C12, DESIGN decision 4: q, k and v keep one packed tensor, and x itself is not kept."""
+    """C12, docs/architecture.md, decision 4: q, k and v keep one packed tensor, and x itself is not kept."""
     from functorch.compile import min_cut_rematerialization_partition
     from torch._dynamo.backends.common import aot_autograd
 
@@ -365,7 +365,7 @@ def test_what_modules_use_of_each_other_is_public():
 
 
 def test_saved_tensors_see_everything():
-    """SPEC section 4: what is kept goes through save_for_backward, and nothing stays on the module."""
+    """spec.md, section 4: what is kept goes through save_for_backward, and nothing stays on the module."""
     model = patched(mlp(64, 48), activation_format="ht_int4")
     before = set(vars(model[0].hot))
     with SavedTensors(model) as saved:

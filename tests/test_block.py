@@ -291,7 +291,7 @@ def test_stands_aside_in_functional_transforms_and_without_gradients():
     remove_hot(model)
     exact = torch.autograd.grad(model(x).square().sum(), list(model.parameters()))
     for a, b in zip(found.values(), exact, strict=True):
-        assert relative_error(a, b) < 0.14  # HOT's own error: SPEC section 8
+        assert relative_error(a, b) < 0.14  # HOT's own error: spec.md, section 8
     apply_hot(model, BLOCK)
     with torch.inference_mode():
         assert not model(x).requires_grad

@@ -2,16 +2,17 @@
 
 import gc
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
-from hot_hf import HOTConfig, apply_hot, buffer
-from hot_hf.layer_plan import Plan
+from hot_hf import HOTConfig, apply_hot, buffer, gradients
 from hot_hf.memory import SavedTensors
 from hot_hf.ops import FORMATS
+from hot_hf.plan import Plan
 from tests.models import grads, relative_error, tiny_llama, token_batch, twin
 
 ROUNDINGS = ["nearest", "stochastic", "pseudo_stochastic"]
@@ -51,7 +52,7 @@ def kept_copies(model, x) -> float:
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("fmt", list(FORMATS))
 def test_siblings_keep_one_copy(fmt, rounding):
-    """SPEC section 4: q, k and v keep one packed copy; without sharing three."""
+    """spec.md, section 4: q, k and v keep one packed copy; without sharing three."""
     x = torch.randn(32, 64)
     assert kept_copies(siblings(activation_format=fmt, rounding=rounding), x) == 1
     assert kept_copies(siblings(False, activation_format=fmt, rounding=rounding), x) == 3
@@ -65,7 +66,7 @@ def test_sharing_changes_no_bit(fmt):
     model = siblings(activation_format=fmt)
     other = twin(model)
     for layer in other.layers:
-        layer.hot.share = False
+        layer.hot.config = replace(layer.hot.config, share=False)
     for x in (torch.randn(32, 64), torch.randn(3, 7, 64, requires_grad=True)):
         for m in (model, other):
             m(x).square().sum().backward()
@@ -159,8 +160,8 @@ def _plan_and_input():
 def test_dies_with_its_graph():
     """Nothing holds a packed tensor but the graph: freed at once, and compressed anew afterwards."""
     plan, x = _plan_and_input()
-    first = buffer.compress(x, plan, 0, True)
-    assert buffer.compress(x, plan, 0, True)[0] is first[0]
+    first = gradients.keep(x, plan, 0, True)
+    assert gradients.keep(x, plan, 0, True)[0] is first[0]
     addresses = {id(t) for t in first}
     del first
     gc.collect()
@@ -179,7 +180,7 @@ def test_packed_tensors_outlive_their_python_objects():
     x = torch.randn(32, 64)
     loss = model.layers[0](x).sum()
     gc.collect()
-    packed, scale = buffer.compress(x, model.layers[0].hot.plan, 0, True)
+    packed, scale = gradients.keep(x, model.layers[0].hot.plan, 0, True)
     copies = packed.clone(), scale.clone()
     loss.backward()
     del loss
@@ -191,24 +192,24 @@ def test_packed_tensors_outlive_their_python_objects():
 def test_views_and_reused_addresses():
     """A view is another tensor; an id given out again after its owner died finds nothing."""
     plan, x = _plan_and_input()
-    first = buffer.compress(x, plan, 0, True)
-    view = buffer.compress(x.view(4, 8, 64), plan, 0, True)
+    first = gradients.keep(x, plan, 0, True)
+    view = gradients.keep(x.view(4, 8, 64), plan, 0, True)
     assert view[0] is not first[0] and torch.equal(view[0], first[0])
     kept = []
     for _ in range(50):  # the allocator hands the same object address out again
         t = torch.randn(32, 64)
-        packed, _ = buffer.compress(t, plan, 0, True)
+        packed, _ = gradients.keep(t, plan, 0, True)
         kept.append(packed)
-        assert torch.equal(packed, buffer.compress(t, plan, 0, False)[0])
+        assert torch.equal(packed, gradients.keep(t, plan, 0, False)[0])
         del t
 
 
 def test_threads_do_not_share():
     """Each thread remembers its own: no other thread's tensors are found."""
     plan, x = _plan_and_input()
-    first = buffer.compress(x, plan, 0, True)
+    first = gradients.keep(x, plan, 0, True)
     others = []
-    thread = threading.Thread(target=lambda: others.append(buffer.compress(x, plan, 0, True)))
+    thread = threading.Thread(target=lambda: others.append(gradients.keep(x, plan, 0, True)))
     thread.start()
     thread.join()
     assert others[0][0] is not first[0] and torch.equal(others[0][0], first[0])
@@ -241,7 +242,7 @@ def test_threads_train_side_by_side():
     ids=["save_on_cpu", "cloned", "unpinned"],
 )
 def test_offloading_hooks(hooks):
-    """SPEC section 4: saved-tensor hooks see the packed tensors; gradients are the same bits under them."""
+    """spec.md, section 4: saved-tensor hooks see the packed tensors; gradients are the same bits under them."""
     model = siblings()
     other = twin(model)
     x = torch.randn(32, 64, requires_grad=True)

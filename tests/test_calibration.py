@@ -15,7 +15,7 @@ from .training import layers, rows, tensorboard, trainer
 
 
 def _lqs_by_hand(model, batches, threshold=0.5) -> dict[str, str]:
-    """SPEC section 7 from the exact gradients of each layer's output, in float64."""
+    """spec.md, section 7 from the exact gradients of each layer's output, in float64."""
     errors: dict[str, torch.Tensor] = {}
 
     def note(name, g):
@@ -39,7 +39,7 @@ def _lqs_by_hand(model, batches, threshold=0.5) -> dict[str, str]:
 
 
 def test_selection_in_flight_follows_the_paper(tmp_path):
-    """SPEC section 7: after lqs_batches micro-batches each layer has the choice its own exact gradients ask for."""
+    """spec.md, section 7: after lqs_batches micro-batches each layer has the choice its own exact gradients ask for."""
     model, data = tiny_llama(layers=3), rows(8)
     with torch.no_grad():  # spread the magnitudes of tokens, so that the rule has something to decide
         model.model.embed_tokens.weight *= torch.logspace(-1, 1, 97)[:, None]

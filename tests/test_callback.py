@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
 
-from hot_hf import HOTCallback, HOTConfig, apply_hot, compiling
-from hot_hf.patching import config_of
+from hot_hf import HOTCallback, HOTConfig, apply_hot, config_of, torch_compile
 
 from .models import grads, patched, tiny_llama, twin
 from .training import layers, losses, rows, same, trainer
@@ -162,7 +161,9 @@ def test_compiled_by_the_trainer(tmp_path, monkeypatch):
         histories.append(losses(run))
     torch.compiler.reset()
     assert len(layers(compiled)) == 7 and not warned
-    assert all(layer.hot.traces < compiling.traces for layer in layers(compiled).values())  # it was compiled, patched
+    assert all(
+        layer.hot.traces < torch_compile.traces for layer in layers(compiled).values()
+    )  # it was compiled, patched
     assert histories[1] == pytest.approx(histories[0], rel=1e-3)
 
 
@@ -182,7 +183,7 @@ def test_sft_trainer(adapters, tmp_path):
 
         peft_config = LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
     histories, seed = [], int(torch.randint(2**31, ()))
-    for m, callbacks in ((plain, []), (model, [HOTCallback(HOTConfig(lora=True))])):
+    for m, callbacks in ((plain, []), (model, [HOTCallback(HOTConfig())])):
         args = trl.SFTConfig(
             str(tmp_path), max_steps=4, per_device_train_batch_size=2, report_to="none", use_cpu=True, bf16=False,
             logging_steps=1, save_strategy="no", disable_tqdm=True, learning_rate=1e-3, gradient_checkpointing=False,

@@ -134,7 +134,7 @@ def test_runs_of_the_fidelity_harness_are_taken_over(tmp_path):
     path = tmp_path / "fidelity_training.csv"
     store = Store(path, TRAINING_KEY, TRAINING_VALUES)
     paper = HOTConfig.paper().to_dict()
-    del paper["token_grid"]  # as it was stored before that field existed
+    paper["token_grid"] = None  # as it was stored while that field existed
     for data, configuration, seed, steps, loss in (
         ("text", None, 0, TASKS["code"].steps, 2.0),
         ("text", paper, 0, TASKS["code"].steps, 2.1),

@@ -1,10 +1,12 @@
 """torch.compile: whole models and block by block, many different plans, lengths, LoRA, checkpointing."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
-from hot_hf import HOTConfig, apply_hot, fix_selection
+from hot_hf import HOTConfig, apply_hot, fix_selection, torch_compile
 from tests.architectures import build
 from tests.models import grads, mlp, relative_error, tiny_llama, token_batch, twin
 
@@ -111,9 +113,8 @@ def test_more_plans_than_the_recompile_limit(dynamo, fullgraph, monkeypatch):
 
 def test_one_plan_leaves_the_recompile_limit_alone(dynamo, monkeypatch):
     """The limit is the user's where no layer differs."""
-    from hot_hf import compiling
 
-    monkeypatch.setattr(compiling, "_plans", set())
+    monkeypatch.setattr(torch_compile, "_plans", set())
     limit = dynamo.config.recompile_limit
     model = mlp(64, 64, 64)
     apply_hot(model, HOTConfig())
@@ -123,9 +124,8 @@ def test_one_plan_leaves_the_recompile_limit_alone(dynamo, monkeypatch):
 
 def test_the_recompile_limit_grows_with_living_layers(dynamo, monkeypatch):
     """Not with every patch ever made: layers patched 20 times over count once, those of deleted models not at all."""
-    from hot_hf import compiling
 
-    monkeypatch.setattr(compiling, "_layers", {})
+    monkeypatch.setattr(torch_compile, "_layers", {})
     monkeypatch.setattr(dynamo.config, "recompile_limit", 8)
     model = mlp(64, 64, 64, 64)
     for _ in range(20):
@@ -189,7 +189,7 @@ def test_compiled_lora(dynamo):
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny_llama(layers=1), LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
-    apply_hot(model, HOTConfig(lora=True))
+    apply_hot(model, HOTConfig())
     eager, backend = twin(model), counting()
     assert_same_gradients(
         torch.compile(model, backend=backend, fullgraph=True), eager, [token_batch(length=n) for n in (16, 30)]
@@ -244,7 +244,7 @@ def test_one_packed_copy_in_a_compiled_attention(dynamo):
     for share in (True, False):
         for module in model.modules():
             if hasattr(module, "hot"):
-                module.hot.share = share
+                module.hot.config = replace(module.hot.config, share=share)
         kept = []
         with torch.autograd.graph.saved_tensors_hooks(lambda t, k=kept: (k.append(t), t)[1], lambda t: t):
             model(input_ids=ids)

@@ -1,4 +1,4 @@
-"""HOTConfig: presets as SPEC section 8 has them, errors that say what to write, storage that gives back the same."""
+"""HOTConfig: presets as spec.md has them, errors that say what to write, storage that gives back the same."""
 
 import json
 from dataclasses import fields
@@ -9,9 +9,9 @@ from torch import nn
 
 from hot_hf import HOTConfig, apply_hot
 from hot_hf.config import CONFIG_NAME, PRESETS
-from hot_hf.layer_plan import Plan
+from hot_hf.plan import Plan
 
-# SPEC section 8: g_x, and the kept activation.
+# spec.md, section 8: g_x, and the kept activation.
 PRESET_PLANS = {
     "default": Plan(8, "per_token", "ht_int4", 8, "per_feature", 16, "nearest"),
     "paper": Plan(4, "lqs", "hla_int8", 8, "per_tensor", 16, "pseudo_stochastic"),
@@ -61,7 +61,7 @@ BAD_VALUES = [
     ("exclude", [1], "list of strings"),
     ("linear_classes", None, "list of strings"),
     ("skip_heads", 1, "True or False"),
-    ("lora", "yes", "True or False"),
+    ("lora", "yes", "True, False, or None"),
     ("share", None, "True or False"),
     ("overrides", ["*.q_proj"], "must map name patterns to settings"),
     ("overrides", {"*.q_proj": {"bits": 4}}, "keys of"),
@@ -78,7 +78,7 @@ def test_bad_values(name, value, remedy):
 
 
 def test_bad_override_names_its_pattern():
-    with pytest.raises(ValueError, match=r"overrides\['\*\.q_proj'\]: HOTConfig.rank=99 .*1 to 16"):
+    with pytest.raises(ValueError, match=r"overrides\['\*\.q_proj'\]: Plan.rank=99 .*1 to 16"):
         HOTConfig(overrides={"*.q_proj": {"rank": 99}})
 
 

@@ -98,7 +98,7 @@ def test_falcon_linear_keeps_its_own_rounding(dtype):
     g = torch.randn_like(y)
     got = torch.autograd.grad(y, [x, layer.weight, layer.bias], g)
     want = torch.autograd.grad(plain(x), [x, plain.weight, plain.bias], g)
-    assert relative_error(got[0], want[0]) < 0.03 and cosine(got[1], want[1]) > 0.95  # SPEC section 8
+    assert relative_error(got[0], want[0]) < 0.03 and cosine(got[1], want[1]) > 0.95  # spec.md, section 8
     assert torch.equal(got[2], want[2])
 
 

@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch.library import CustomOpDef
 
-from hot_hf import apply_hot, cli, doctor, ops, tune
-from hot_hf.ops import cpu, grid
+from hot_hf import apply_hot, cli, ops
+from hot_hf.commands import doctor
+from hot_hf.commands import widths as tune
+from hot_hf.ops.cpu import BACKEND as cpu
 
 
 def test_the_report_names_devices_backends_and_operators(capsys):
@@ -78,7 +80,7 @@ def test_a_device_without_kernels_is_named_with_the_reason(monkeypatch, capsys):
     monkeypatch.setattr(doctor, "describe", str)
     monkeypatch.setattr(doctor, "self_check", lambda device: [("compress int8", "reference", "ok")])
     reason = "compute capability 7.5: Triton compiles no int8 product below 8.0"
-    monkeypatch.setattr(doctor.backends, "why_no_kernels", lambda kind, index: (reason, None)[index != 1])
+    monkeypatch.setattr(doctor.dispatch, "why_no_kernels", lambda kind, index: (reason, None)[index != 1])
     assert cli.main(["doctor"]) == 0
     out = capsys.readouterr().out
     assert f"cuda:1: cuda:1\n  plain torch instead of kernels: {reason}" in out and "no accelerator" not in out
@@ -90,24 +92,9 @@ def test_every_operator_and_format_is_checked():
     names = " ".join(name for name, _, _ in doctor.self_check(torch.device("cpu")))
     for op in ("compress", "grad_weight", "grad_both"):
         assert all(f"{op} {fmt}" in names for fmt in ops.FORMATS)
-    assert all(f"{op}_grid hla_int{bits}" in names for op in ("compress", "grad_weight") for bits in (4, 8))
     assert all(f"grad_input INT{bits} {scales}" in names for bits in (4, 8) for scales in ("per_token", "per_tensor"))
-    assert set(doctor.EXPECTED) == {op for op in vars(ops).values() if isinstance(op, CustomOpDef)}
-
-
-@pytest.mark.parametrize("op", ["compress_grid", "grad_weight_grid"])
-def test_a_wrong_operator_of_image_tokens_is_found(monkeypatch, op):
-    """The tiles of patches taken in another order than the reference's."""
-    right = grid.arrangement
-
-    def wrong(*args):
-        how = right(*args)
-        return grid.Arrangement(how.source.flip(0), how.place, how.length, how.rows)
-
-    monkeypatch.setattr(grid, "arrangement", wrong)  # the operators' own; doctor has the right one
-    verdicts = {name: verdict for name, _, verdict in doctor.self_check(torch.device("cpu"))}
-    wrong_ones = {name for name, verdict in verdicts.items() if verdict != "ok"}
-    assert {f"{op} hla_int8", f"{op} hla_int4"} <= wrong_ones and all("_grid" in name for name in wrong_ones)
+    checked = {op for _, op, *_ in doctor._cases(torch.randn(8, 16), torch.randn(8, 16), torch.randn(16, 16))}
+    assert checked == set(ops.OPERATORS) == {op for op in vars(ops).values() if isinstance(op, CustomOpDef)}
 
 
 def timing(width: int, ratio: float) -> tune.Timing:

@@ -64,7 +64,7 @@ def test_the_spec_quotes_measured_errors():
 
 
 def test_every_case_is_named_by_a_test():
-    cases = re.findall(r"^- (C\d+) ", (ROOT / "docs/cases.md").read_text(), re.M)
+    cases = re.findall(r"^- (C\d+) ", (ROOT / "tests/cases.md").read_text(), re.M)
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("*.py"))
     assert len(cases) > 40
     assert [case for case in cases if not re.search(rf"\b{case}\b", tests)] == []

@@ -58,7 +58,7 @@ def test_ragged_token_counts(preset, kind, counts):
     y, got = _gradients(layer, x, index, weights, g)
     want_y, want = _gradients(exact, x, index, weights, g)
     torch.testing.assert_close(y, want_y, rtol=1e-5, atol=1e-6)  # eager's order of additions is another
-    bound = {"default": 0.2, "fast": 1.0, "smallest": 0.9}[preset]  # SPEC section 8; random tokens defeat HLA (0.7)
+    bound = {"default": 0.2, "fast": 1.0, "smallest": 0.9}[preset]  # spec.md, section 8; random tokens defeat HLA (0.7)
     for name in want:
         assert torch.isfinite(got[name]).all(), name
         assert relative_error(got[name], want[name]) < bound, name
@@ -79,7 +79,7 @@ def test_two_experts_per_token(implementation):
     y, got = _gradients(layer, x, index, weights, g)
     want_y, want = _gradients(exact, x, index, weights, g)
     torch.testing.assert_close(y, want_y, rtol=1e-5, atol=1e-6)
-    assert 0 < relative_error(got["gate_up_proj"], want["gate_up_proj"]) < 0.14  # SPEC section 8
+    assert 0 < relative_error(got["gate_up_proj"], want["gate_up_proj"]) < 0.14  # spec.md, section 8
     with torch.no_grad():
         assert torch.equal(layer(x, index, weights), exact(x, index, weights))
 

@@ -187,7 +187,7 @@ def test_float16_gradient_scaling():
 
 
 def test_grad_scaler():
-    """SPEC section 6: a float16 GradScaler sees the overflow of its scale, skips the step and recovers."""
+    """spec.md, section 6: a float16 GradScaler sees the overflow of its scale, skips the step and recovers."""
     model, _ = pair(64, 48, 24, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**30)

@@ -99,7 +99,7 @@ def test_labels_all_ignored():
 
 @pytest.mark.parametrize("fmt", FORMAT_NAMES)
 def test_non_finite_reaches_every_gradient(fmt):
-    """SPEC section 6: what a GradScaler looks at is not finite after one infinite gradient."""
+    """spec.md, section 6: what a GradScaler looks at is not finite after one infinite gradient."""
     model, _ = pair(40, 64, 24, activation_format=fmt)
     x = leaf(18, 40)
     upstream = torch.randn(18, 24)
@@ -254,7 +254,7 @@ def test_ragged_last_batch(labels):
     for start in range(0, 10, 4):
         for m in (model, exact):
             m(input_ids=ids[start : start + 4], labels=target[start : start + 4]).loss.backward()
-    # INT8 everywhere has a cosine of 0.996 in each layer (SPEC section 8); single biases, sums that nearly cancel,
+    # INT8 everywhere has a cosine of 0.996 in each layer (spec.md, section 8); single biases, sums that nearly cancel,
     # scatter.
     assert cosine(whole(grads(model)), whole(grads(exact))) > 0.99
 

@@ -85,7 +85,7 @@ def test_kept_share_of_float32(family, fmt):
 
 @pytest.mark.parametrize("fmt", [*FORMATS, "none"])
 def test_frozen_weights_keep_nothing(fmt):
-    """SPEC section 4: a layer whose weight needs no gradient keeps nothing of x; its neighbours do."""
+    """spec.md, section 4: a layer whose weight needs no gradient keeps nothing of x; its neighbours do."""
     model = mlp(64, 64, 64, 64)
     model[2].weight.requires_grad_(False)
     apply_hot(model, HOTConfig(activation_format=fmt))
@@ -100,7 +100,7 @@ def test_frozen_base_under_lora_keeps_nothing():
     from peft import LoraConfig, get_peft_model
 
     model = get_peft_model(tiny_llama(2), LoraConfig(r=4, target_modules="all-linear"))
-    report = apply_hot(model)
+    report = apply_hot(model, HOTConfig(lora=False))
     assert len(report.patched) == 14
     with SavedTensors(model) as saved:
         loss = model(**token_batch()).loss

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import hot_hf
-from hot_hf import HOTConfig, HOTLinear, HOTPatchError, apply_hot, remove_hot, report_of
-from hot_hf.patching import canonical_name, config_of, matches
+from hot_hf import HOTConfig, HOTLinear, HOTPatchError, apply_hot, config_of, remove_hot, report_of
+from hot_hf.decisions import canonical_name, matches
 from hot_hf.saving import save_beside
 from tests.models import grads, mlp, tiny_llama, tiny_vit, token_batch, twin
 

@@ -13,9 +13,8 @@ import transformers
 from torch import nn
 
 import hot_hf
-from hot_hf import HOTCallback, HOTConfig, apply_hot, fix_selection, remove_hot
+from hot_hf import HOTCallback, HOTConfig, apply_hot, config_of, fix_selection, remove_hot
 from hot_hf.layers import HOTMixin
-from hot_hf.saving import config_of
 
 from .models import mlp, tiny_llama, token_batch
 from .training import rows, trainer

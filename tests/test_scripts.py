@@ -87,9 +87,9 @@ def test_language_model_with_lora(script, language, tmp_path):
     out = tmp_path / "out"
     script(
         "finetune_lm.py", *language, "--output_dir", out, "--max_steps", 3, "--lora_r", 4, "--hot", "fast",
-        "--hot_settings", '{"lora": true, "seed": 5}',
+        "--hot_settings", '{"seed": 5}',
     )  # fmt: skip
-    assert HOTConfig.from_pretrained(out) == HOTConfig.fast(lora=True, seed=5)
+    assert HOTConfig.from_pretrained(out) == HOTConfig.fast(seed=5)
     weights = load_file(out / "adapter_model.safetensors")
     assert len(weights) == 14 and all("lora_" in name for name in weights)
     assert not (out / "model.safetensors").exists()

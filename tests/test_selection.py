@@ -1,11 +1,11 @@
-"""LQS: what is measured, what is chosen, and that measuring is exact (SPEC section 7)."""
+"""LQS: what is measured, what is chosen, and that measuring is exact (spec.md, section 7)."""
 
 import pytest
 import torch
 from torch import nn
 
 from hot_hf import HOTConfig, HOTLinear, apply_hot, fix_selection
-from hot_hf.layer_plan import Plan
+from hot_hf.plan import Plan
 from hot_hf.selection import GranularityProbe
 from tests.models import grads, mlp, twin
 
@@ -32,7 +32,7 @@ def errors_by_hand(g: torch.Tensor) -> tuple[float, float]:
 
 def test_measured_errors():
     """Squared Frobenius errors of the untransformed g under 4-bit scales, summed over the batches."""
-    probe = GranularityProbe(Plan(), 2, 0.5)
+    probe = GranularityProbe(Plan(), HOTConfig(lqs_batches=2))
     batches = [torch.randn(40, 24), uneven()]
     for g in batches:
         probe.record(g.view(2, -1, 24))
@@ -45,7 +45,7 @@ def test_measured_errors():
 @pytest.mark.parametrize("threshold", [0.0, 0.5, 1.0])
 def test_rule(threshold):
     """per_token where e_token < threshold * e_tensor, on the norms."""
-    probe = GranularityProbe(Plan(4, "lqs"), 1, threshold)
+    probe = GranularityProbe(Plan(4, "lqs"), HOTConfig(lqs_batches=1, lqs_threshold=threshold))
     for ratio in (0.1, 0.49, 0.51, 0.99, 1.01):
         probe.error_tensor, probe.error_token = 4.0, 4.0 * ratio**2
         assert probe.choose() == Plan(4, "per_token" if ratio < threshold else "per_tensor")
@@ -73,7 +73,7 @@ def test_layers_choose_by_their_gradients(make, chosen):
 
 def test_bad_batches_do_not_count():
     """An overflow step of a GradScaler says nothing about the layer."""
-    probe = GranularityProbe(Plan(), 2, 0.5)
+    probe = GranularityProbe(Plan(), HOTConfig(lqs_batches=2))
     g = torch.randn(8, 24)
     g[1, 2] = torch.inf
     probe.record(g)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import warnings
 from dataclasses import dataclass
 from functools import wraps
+from typing import Any
 
 import torch
 from torch import nn
 
-from ..layers import HOTMixin, swap_class
+from ..class_swap import Swapped, own_forward, restore, swap, swapped_class
+from ..layers import HOTMixin
 from .context import BlockContext
 from .find import find_blocks
 
@@ -18,15 +20,25 @@ from .find import find_blocks
 class BlockState:
     """What compress_blocks leaves on a block, as the plain attribute ``hot_block``."""
 
-    name: str
-    original_class: type
     told: bool = False  # that checkpointing keeps less than compression would
 
 
-class HOTBlockMixin:
-    """Marks a block that is compressed; ``hot_block`` is its BlockState."""
+class HOTBlockMixin(Swapped):
+    """A block that is compressed; ``hot_block`` is its BlockState."""
 
     hot_block: BlockState
+
+    @classmethod
+    def members(cls, original: type) -> dict[str, Any]:
+        @wraps(original.forward)
+        def forward(self, *args, **kwargs):
+            if _stands_aside(self):
+                return original.forward(self, *args, **kwargs)
+            with BlockContext():
+                return original.forward(self, *args, **kwargs)
+
+        # Of the same name, which FSDP policies read.
+        return {"__name__": original.__name__, "__module__": original.__module__, "forward": forward}
 
 
 def _stands_aside(module: HOTBlockMixin) -> bool:
@@ -53,35 +65,6 @@ def _stands_aside(module: HOTBlockMixin) -> bool:
     return False
 
 
-_swapped: dict[type, type] = {}
-
-
-def block_class_of(cls: type) -> type:
-    """The compressed class of a block's class, made once; of the same name, which FSDP policies read."""
-    if cls not in _swapped:
-
-        @wraps(cls.forward)
-        def forward(self, *args, **kwargs):
-            if _stands_aside(self):
-                return cls.forward(self, *args, **kwargs)
-            with BlockContext():
-                return cls.forward(self, *args, **kwargs)
-
-        body = {"__module__": cls.__module__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce, "forward": forward}
-        _swapped[cls] = type(cls.__name__, (HOTBlockMixin, cls), body)
-    return _swapped[cls]
-
-
-def _reduce(module: HOTBlockMixin, protocol: int):
-    """Copy and pickle by the original class: one made here cannot be imported by name."""
-    return _new_block, (module.hot_block.original_class,), module.__dict__
-
-
-def _new_block(cls: type) -> HOTBlockMixin:
-    block = block_class_of(cls)
-    return block.__new__(block)
-
-
 def compress_blocks(model: nn.Module) -> list[str]:
     """Compress the blocks of ``model`` that hold patched layers (or the model itself where it has no blocks).
 
@@ -96,14 +79,12 @@ def compress_blocks(model: nn.Module) -> list[str]:
     }
     notes = []
     for name, block in list(blocks.items()):
-        own = block.__dict__.get("forward")
-        inner = block.__dict__.get("_old_forward") if hasattr(block, "_hf_hook") else own
-        if own is not None and getattr(inner, "__func__", None) is not type(block).forward:
+        if own_forward(block) is not None:
             notes.append(f"compress='block' leaves out {name or 'the root module'}: it carries a forward of its own")
             del blocks[name]
-    for name, block in blocks.items():
-        block.hot_block = BlockState(name, type(block))
-        swap_class(block, block_class_of(type(block)))
+    for block in blocks.values():
+        block.hot_block = BlockState()
+        swap(block, swapped_class(HOTBlockMixin, type(block)))
     if not blocks:
         return [*notes, "compress='block' found no block with patched layers: as compress='inputs'"]
     kinds = sorted({type(block).__name__ for block in blocks.values()})
@@ -113,17 +94,9 @@ def compress_blocks(model: nn.Module) -> list[str]:
     return notes
 
 
-def changed_block(model: nn.Module) -> str | None:
-    """The name of a compressed block whose class something else has changed since, or None."""
-    for name, module in model.named_modules():
-        if isinstance(module, HOTBlockMixin) and type(module) is not block_class_of(module.hot_block.original_class):
-            return name or "the root module"
-    return None
-
-
 def restore_blocks(model: nn.Module) -> None:
     """Give every compressed block its class back."""
     for module in list(model.modules()):
         if isinstance(module, HOTBlockMixin):
-            swap_class(module, module.hot_block.original_class)
+            restore(module)
             del module.hot_block

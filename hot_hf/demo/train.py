@@ -18,8 +18,8 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from ..callback import HOTCallback
 from ..config import HOTConfig
+from ..layer_kinds import hot_layers
 from ..memory import SavedTensors
-from ..monitor import hot_layers
 from ..patching import apply_hot
 from ..report import CoverageReport
 from ..selection import fix_selection

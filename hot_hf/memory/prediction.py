@@ -78,7 +78,7 @@ class Method:
         self.config: HOTConfig | None = None
         if presets or "hot" in parts or "block" in parts:
             changes: dict[str, Any] = {"compress": "block"} if "block" in parts else {}
-            self.config = HOTConfig.from_preset(*presets or ["default"], lora=self.lora, **changes)
+            self.config = HOTConfig.from_preset(*presets or ["default"], **changes)
 
 
 class _MetaForward(TorchFunctionMode):

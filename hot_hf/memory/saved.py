@@ -92,7 +92,7 @@ class SavedTensors:
 
 
 @dataclass(frozen=True)
-class Kept:
+class KeptStorage:
     """One storage: ``owner`` is the innermost module that saved it first ("" is the model's own code, such as the
     loss), ``kind`` that module's class, ``dtype`` as it was first saved."""
 
@@ -106,7 +106,7 @@ class Kept:
 class Measurement:
     """What one training forward keeps for its backward, each storage once, under its first owner."""
 
-    kept: list[Kept]
+    kept: list[KeptStorage]
 
     @property
     def total_bytes(self) -> int:
@@ -153,5 +153,5 @@ def measure(model: nn.Module, batch: Mapping[str, Any] | Any) -> Measurement:
         del output
     kinds = {name: type(module).__name__.removeprefix("HOT") for name, module in model.named_modules()}
     return Measurement(
-        [Kept(s.owners[0], kinds.get(s.owners[0], ""), s.dtypes[0], s.nbytes) for s in saved.storages.values()]
+        [KeptStorage(s.owners[0], kinds.get(s.owners[0], ""), s.dtypes[0], s.nbytes) for s in saved.storages.values()]
     )

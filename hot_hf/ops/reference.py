@@ -1,7 +1,5 @@
-"""SPEC sections 2 to 6 in readable torch: what every backend is tested against.
-
-A backend is a module with the functions of ``PRIMITIVES``; ``formats.py`` composes them into the two gradients of a
-linear layer. This one runs on every device torch has, and is what a device without kernels of its own uses.
+"""docs/spec.md, sections 2 to 6, in readable torch: the default of every function of a backend (``backend.py``), and
+what the others are tested against. It runs on every device torch has.
 
 Every operation that decides an integer has one fixed order, so that backends can agree bit for bit:
 
@@ -17,16 +15,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-PRIMITIVES = (
-    "hadamard_quantize",
-    "project_quantize",
-    "fold_quantize",
-    "scaled_product",
-    "hadamard",
-    "pack_int4",
-    "unpack_int4",
-)
-
 QMAX = {4: 7, 8: 127}
 ROUNDINGS = ("nearest", "stochastic", "pseudo_stochastic")
 BLOCK_SIZES = (1, 16, 32, 64, 128)  # 1 is the identity: no transform
@@ -38,7 +26,7 @@ SMALLEST_ABSMAX = 2.0**-120
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """float64 for float64 inputs, float32 for all others (SPEC section 6)."""
+    """float64 for float64 inputs, float32 for all others (spec.md, section 6)."""
     return torch.float64 if x.dtype == torch.float64 else torch.float32
 
 
@@ -56,7 +44,7 @@ def hadamard_matrix(size: int, dtype: torch.dtype = torch.float64) -> Tensor:
 
 
 def sequency_order(size: int = TOKEN_BLOCK) -> list[int]:
-    """Rows of the Sylvester matrix sorted by their number of sign changes, 0 to size - 1 (SPEC section 1)."""
+    """Rows of the Sylvester matrix sorted by their number of sign changes, 0 to size - 1 (spec.md, section 1)."""
     h = hadamard_matrix(size)
     return torch.argsort((h[:, 1:] != h[:, :-1]).sum(1), stable=True).tolist()
 
@@ -90,7 +78,7 @@ def hadamard(x: Tensor, block_size: int) -> Tensor:
 def philox_uniform(seed: int, count: int, device: torch.device | str = "cpu") -> Tensor:
     """``count`` float32 numbers on [0, 1): Philox4x32-10, key ``seed``, counter = element index, 24 bits of word 0.
 
-    Counter-based, so that every backend draws the same numbers and no generator is touched (SPEC section 6, ours).
+    Counter-based, so that every backend draws the same numbers and no generator is touched (spec.md, section 6, ours).
     """
     low = 0xFFFFFFFF
     index = torch.arange(count, dtype=torch.int64, device=device)
@@ -105,7 +93,7 @@ def philox_uniform(seed: int, count: int, device: torch.device | str = "cpu") ->
 
 
 def round_values(v: Tensor, rounding: str, seed: int) -> Tensor:
-    """Round scaled values to integers, still in floating point (SPEC section 6); offsets count row-major."""
+    """Round scaled values to integers, still in floating point (spec.md, section 6); offsets count row-major."""
     if rounding == "nearest":
         return v.round()  # half to even
     if rounding == "stochastic":
@@ -146,7 +134,7 @@ def quantize(v: Tensor, bits: int, dim: int | None, rounding: str = "nearest", s
 def hadamard_quantize(
     x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Transform along ``dim`` and quantize: HQ of SPEC section 2.
+    """Transform along ``dim`` and quantize: HQ of spec.md, section 2.
 
     Args:
         x: (rows, columns), any floating type and stride.
@@ -174,14 +162,14 @@ def project_tokens(x: Tensor, rank: int) -> Tensor:
 def project_quantize(
     x: Tensor, bits: int, rank: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """HLA of SPEC section 3: ``project_tokens``, then one scale per feature (or per tensor)."""
+    """HLA of spec.md, section 3: ``project_tokens``, then one scale per feature (or per tensor)."""
     return quantize(project_tokens(x, rank), bits, 0 if per_slice else None, rounding, seed)
 
 
 def fold_quantize(
     g: Tensor, token_scale: Tensor, per_slice: bool, rounding: str = "nearest", seed: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """``quantize_int8(token_scale * g)`` with one scale per output feature (SPEC section 5).
+    """``quantize_int8(token_scale * g)`` with one scale per output feature (spec.md, section 5).
 
     Args:
         g: (tokens, out_features); token_scale: (tokens,).

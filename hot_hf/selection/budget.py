@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,39 +10,21 @@ from torch.utils.weak import TensorWeakRef
 
 from ..buffer import REMEMBERED
 from ..config import HOTConfig, byte_budget
-from ..layer_plan import Plan
-from .candidates import EXACT_INPUT, GRAD_INPUTS
+from ..plan import Plan
+from ..selected_plan import Choice, Score
+from .candidates import EXACT_INPUT, GRAD_INPUTS, KEPT_INPUTS
 from .choose import Layer, Pick, cheapest, exact_bytes, within_bytes
 from .probe import BudgetProbe
-from .sums import Score
 
 # A layer that runs in few of the micro-batches does not keep the others measuring for longer than this many times.
 PATIENCE = 4
-
-
-@dataclass(frozen=True)
-class Choice:
-    """What one layer does and what was measured of it: scores are None where nothing was.
-
-    ``bytes`` and ``exact_bytes`` in one micro-batch, counted at the first layer that keeps a shared copy;
-    ``operations`` as a share of those of exact products; ``batches`` gradients were measured, over all ranks.
-    """
-
-    plan: Plan
-    grad_input: Score | None = None
-    grad_weight: Score | None = None
-    bytes: int = 0
-    exact_bytes: int = 0
-    operations: float = 1.0
-    batches: int = 0
 
 
 class Budget:
     """Shared by the probes of one model."""
 
     def __init__(self, config: HOTConfig) -> None:
-        self.max_error, self.max_bytes = config.max_grad_error, config.max_bytes
-        self.batches, self.share = config.lqs_batches, config.share
+        self.config = config
         self.probes: dict[str, BudgetProbe] = {}
         self.choices: dict[str, Choice] | None = None
         self._read: list[tuple[TensorWeakRef, int, str]] = []
@@ -53,7 +34,7 @@ class Budget:
 
     def first_reader(self, x: Tensor, name: str) -> str:
         """The layer that read this very tensor first: q for k and v, where ``HOTConfig.share`` keeps one copy."""
-        if not self.share:
+        if not self.config.share:
             return name
         for reference, version, reader in self._read:
             if reference() is x and version == x._version:
@@ -70,13 +51,12 @@ class Budget:
             if (torch.distributed.is_available() and torch.distributed.is_initialized()) or not self._enough(probe):
                 return None
             self.choose(list(self.probes.values()))
-        probe.choice = self.choices[probe.name]
-        return probe.choice.plan
+        return probe.decided()
 
     def _enough(self, probe: BudgetProbe) -> bool:
         """When this layer and all that ran have seen their micro-batches; at the latest when it has seen far more."""
         turns = [p.recorded / max(p.uses, 1) for p in (probe, *self.probes.values()) if p.recorded or p is probe]
-        return min(turns) >= self.batches or turns[0] >= PATIENCE * self.batches
+        return min(turns) >= self.config.lqs_batches or turns[0] >= PATIENCE * self.config.lqs_batches
 
     def choose(self, probes: Sequence[BudgetProbe]) -> None:
         """Decide, by what ``probes`` hold now. A layer that saw no gradient keeps the configuration's plan.
@@ -88,10 +68,10 @@ class Budget:
         layers = [layer for layer in layers if layer.inputs is not None or layer.kept is not None]
         if not layers:
             picks = {}
-        elif self.max_error is not None:
-            picks = cheapest(layers, self.max_error)
+        elif self.config.max_grad_error is not None:
+            picks = cheapest(layers, self.config.max_grad_error)
         else:
-            picks = within_bytes(layers, byte_budget(self.max_bytes, exact_bytes(layers)))
+            picks = within_bytes(layers, byte_budget(self.config.max_bytes, exact_bytes(layers)))
         recorded = {p.name: p.recorded for p in probes}
         self.choices = {p.name: Choice(p.plan) for p in probes}
         counted: set = set()
@@ -103,7 +83,7 @@ def _measured(probe: BudgetProbe) -> Layer:
     sums = {}
     for name, needed, of, candidates in (
         ("inputs", probe.needs_input, probe.input_sums, GRAD_INPUTS),
-        ("kept", probe.needs_weight, probe.weight_sums, probe.kept_candidates),
+        ("kept", probe.needs_weight, probe.weight_sums, KEPT_INPUTS),
     ):
         scored = needed and of.seen
         sums[name] = {c: of.score(i, probe.recorded) for i, c in enumerate(candidates)} if scored else None

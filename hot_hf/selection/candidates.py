@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from math import log2
 
-from ..layer_plan import Plan
 from ..ops import FORMATS
-from ..ops.grid import fits, kept_rows
 from ..ops.reference import TOKEN_BLOCK, padded
+from ..plan import Plan
 
 BLOCKS = (16, 32, 64, 128)
 ADD, MULTIPLY = 32, 32 * 32  # bit operations of one float32 addition and one multiplication
@@ -61,18 +60,16 @@ class GradInput:
 
 
 @dataclass(frozen=True)
-class Kept:
-    """What is kept of x, and with it how g_w is computed; ``block_size`` only where the format transforms features,
-    ``grid`` (prefix, height, width) where tokens are images and low-pass in two dimensions."""
+class KeptInput:
+    """What is kept of x, and with it how g_w is computed; ``block_size`` only where the format transforms features."""
 
     activation_format: str
     rank: int = 8
     block_size: int | None = None
-    grid: tuple[int, int, int] | None = None
 
     @property
     def settings(self) -> dict:
-        changes = {"activation_format": self.activation_format, "rank": self.rank, "token_grid": self.grid}
+        changes = {"activation_format": self.activation_format, "rank": self.rank}
         return changes if self.block_size is None else {**changes, "block_size": self.block_size}
 
     def operations(self, shape: Shape) -> float:
@@ -82,47 +79,40 @@ class Kept:
         n, o, i = shape.tokens, shape.out_features, shape.in_features
         bits, outputs = FORMATS[self.activation_format].bits, o * i * MULTIPLY
         if self.activation_format.startswith("hla"):
-            rows = self._rows(n)
-            return rows * o * i * bits * 8 + log2(TOKEN_BLOCK) * padded(n, TOKEN_BLOCK) * (i + o) * ADD + 2 * outputs
+            padded_tokens = padded(n, TOKEN_BLOCK)
+            rows = padded_tokens // TOKEN_BLOCK * self.rank
+            return rows * o * i * bits * 8 + log2(TOKEN_BLOCK) * padded_tokens * (i + o) * ADD + 2 * outputs
         columns = padded(i, self.block_size or 1)
         transform = log2(self.block_size or 1) * (n + o) * columns * ADD
         return n * o * columns * bits * 8 + transform + n * o * MULTIPLY + outputs
-
-    def _rows(self, tokens: int) -> int:
-        if fits(tokens, self.grid):
-            return kept_rows(tokens, self.grid, self.rank)
-        return padded(tokens, TOKEN_BLOCK) // TOKEN_BLOCK * self.rank
 
     def bytes(self, shape: Shape, per_feature: bool) -> int:
         """Of the packed form and its scales, as kept for one micro-batch."""
         if self.activation_format == "none":
             return max(shape.own_bytes, shape.stored * shape.element_size)
-        row, block = FORMATS[self.activation_format], self.block_size or 1
-        rows, columns = row.packed_shape(shape.tokens, shape.in_features, self.rank, block)
-        if fits(shape.tokens, self.grid):
-            rows = self._rows(shape.tokens)
+        row = FORMATS[self.activation_format]
+        rows, columns = row.packed_shape(shape.tokens, shape.in_features, self.rank, self.block_size or 1)
         scale_size = 8 if shape.element_size == 8 else 4
         return rows * columns + row.scale_size(shape.tokens, shape.in_features, per_feature) * scale_size
 
 
 EXACT_INPUT = GradInput(None)
-EXACT_KEPT = Kept("none")
+EXACT_KEPT = KeptInput("none")
 GRAD_INPUTS = tuple(
     GradInput(bits, granularity, block)
     for bits in (4, 8)
     for granularity in ("per_tensor", "per_token")
     for block in BLOCKS
 )
-_LOW_RANK = (*(Kept("hla_int8", rank) for rank in (4, 8, 12)), Kept("hla_int4", 8))
-KEPT = (*_LOW_RANK, *(Kept("ht_int4", block_size=block) for block in BLOCKS), Kept("int8"))
+KEPT_INPUTS = (
+    *(KeptInput("hla_int8", rank) for rank in (4, 8, 12)),
+    KeptInput("hla_int4", 8),
+    *(KeptInput("ht_int4", block_size=block) for block in BLOCKS),
+    KeptInput("int8"),
+)
 
 
-def kept_candidates(grid: tuple[int, int, int] | None) -> tuple[Kept, ...]:
-    """``KEPT``, and for image tokens the low-rank ones in two dimensions."""
-    return KEPT if grid is None else (*KEPT, *(replace(kept, grid=grid) for kept in _LOW_RANK))
-
-
-def combine(base: Plan, grad_input: GradInput | None, kept: Kept | None) -> Plan | None:
+def combine(base: Plan, grad_input: GradInput | None, kept: KeptInput | None) -> Plan | None:
     """``base`` with both choices; None where they need different blocks, of which a layer has one.
 
     ``None`` for a gradient that the layer does not compute leaves the settings of ``base``.

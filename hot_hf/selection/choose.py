@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import combinations
 
-from ..layer_plan import Plan
-from .candidates import EXACT_INPUT, EXACT_KEPT, GradInput, Kept, Shape, combine
-from .sums import Score
+from ..plan import Plan
+from ..selected_plan import Score
+from .candidates import EXACT_INPUT, EXACT_KEPT, GradInput, KeptInput, Shape, combine
 
 # Of the budget, for what was measured: the error of a sum is known to 2% (sums.SKETCH), and later micro-batches differ.
 # With 5% the worst of 210 layers came to 1.09 (single) and 1.13 (summed) of the budget on fresh text.
@@ -28,11 +28,11 @@ class Layer:
     base: Plan
     shape: Shape
     inputs: dict[GradInput, Score] | None
-    kept: dict[Kept, Score] | None
+    kept: dict[KeptInput, Score] | None
     leader: str
     uses: int = 1
 
-    def bytes(self, kept: Kept) -> int:
+    def bytes(self, kept: KeptInput) -> int:
         return self.uses * kept.bytes(self.shape, self.base.grad_weight_granularity == "per_feature")
 
 
@@ -41,7 +41,7 @@ class Pick:
     """One layer's two candidates and what they come to; ``loss`` is the squared error that a byte budget minimizes."""
 
     grad_input: GradInput | None
-    kept: Kept | None
+    kept: KeptInput | None
     plan: Plan
     operations: float
     loss: float
@@ -67,11 +67,11 @@ def _most_exact(choices: list) -> Pick | Option:
     return min(choices, key=lambda c: (c.loss, c.operations))
 
 
-def _picks(layer: Layer, max_error: float | None) -> dict[Kept | None, Pick]:
+def _picks(layer: Layer, max_error: float | None) -> dict[KeptInput | None, Pick]:
     """The best choice of g_x beside each admissible kept form: fewest operations within ``max_error``, else (None) the
     most exact integers, since g_x keeps nothing."""
     inputs: dict[GradInput | None, Score] = {None: Score()} if layer.inputs is None else dict(layer.inputs)
-    kept: dict[Kept | None, Score] = {None: Score()} if layer.kept is None else {**layer.kept, EXACT_KEPT: Score()}
+    kept: dict[KeptInput | None, Score] = {None: Score()} if layer.kept is None else {**layer.kept, EXACT_KEPT: Score()}
     if max_error is not None:
         if layer.inputs is not None:
             inputs[EXACT_INPUT] = Score()

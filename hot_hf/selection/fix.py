@@ -7,7 +7,8 @@ from dataclasses import astuple
 import torch
 from torch import nn
 
-from ..layer_plan import Plan
+from ..layer_kinds import hot_layers
+from ..plan import Plan
 from .candidates import Shape
 from .lqs import GranularityProbe
 from .probe import BudgetProbe
@@ -25,14 +26,14 @@ def fix_selection(model: nn.Module) -> dict[str, Plan]:
     Raises:
         ValueError: when ``max_bytes`` cannot be met.
     """
-    measuring = [m for m in model.modules() if getattr(m, "hot", None) is not None and m.hot.probe is not None]
+    measuring = [m for m in hot_layers(model) if m.hot.probe is not None]
     device = next(model.parameters()).device if measuring else torch.device("cpu")
     probed = [m.hot for m in measuring if isinstance(m.hot.probe, GranularityProbe)]
     chosen = {}
     if probed:
         errors = add_over_ranks(torch.tensor([hot.probe.summary for hot in probed]).double(), device)
         for hot, summary in zip(probed, errors.tolist(), strict=True):
-            hot.plan, hot.probe = hot.probe.conclude(summary), None
+            hot.take(hot.probe.conclude(summary))
             chosen[hot.name] = hot.plan
     budgeted = [m.hot for m in measuring if isinstance(m.hot.probe, BudgetProbe)]
     for budget in {id(hot.probe.budget): hot.probe.budget for hot in budgeted}.values():
@@ -41,8 +42,7 @@ def fix_selection(model: nn.Module) -> dict[str, Plan]:
             _reduce(probes, device)
             budget.choose(probes)
     for hot in budgeted:
-        hot.choice = hot.probe.budget.choices[hot.name]
-        hot.plan, hot.probe = hot.choice.plan, None
+        hot.take(hot.probe.decided())
         chosen[hot.name] = hot.plan
     return chosen
 

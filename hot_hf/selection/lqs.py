@@ -1,4 +1,4 @@
-"""Layer-wise quantizer selection (LQS), measured in flight: SPEC section 7, DESIGN decision 6."""
+"""Layer-wise quantizer selection (LQS; docs/spec.md, section 7), measured in flight."""
 
 from __future__ import annotations
 
@@ -7,19 +7,21 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..layer_plan import Plan
+from ..config import HOTConfig
 from ..ops import reference
+from ..plan import Plan
 
 
 class GranularityProbe:
     """Records one layer's 4-bit quantization errors of g while its gradients are still exact.
 
-    After ``batches`` recorded micro-batches ``choose`` gives the plan. In a single process the layer takes it by itself
-    at its next forward; with several, ``fix_selection`` adds the errors over ranks first, so that all choose alike.
+    After ``lqs_batches`` recorded micro-batches ``choose`` gives the plan. In a single process the layer takes it by
+    itself at its next forward; with several, ``fix_selection`` adds the errors over ranks first, so that all choose
+    alike.
     """
 
-    def __init__(self, plan: Plan, batches: int, threshold: float) -> None:
-        self.plan, self.batches, self.threshold = plan, batches, threshold
+    def __init__(self, plan: Plan, config: HOTConfig) -> None:
+        self.plan, self.config = plan, config
         self.choice = None  # a budget's record of what it measured
         self.recorded = 0  # micro-batches: a layer that is called several times in each (ALBERT's) counts once
         self._backward = -1
@@ -51,8 +53,8 @@ class GranularityProbe:
                 self._backward = backward
 
     def choose(self) -> Plan:
-        """per_token where ``e_token < threshold * e_tensor``, errors as Frobenius norms (SPEC section 7)."""
-        per_token = float(self.error_token) ** 0.5 < self.threshold * float(self.error_tensor) ** 0.5
+        """per_token where ``e_token < lqs_threshold * e_tensor``, errors as Frobenius norms."""
+        per_token = float(self.error_token) ** 0.5 < self.config.lqs_threshold * float(self.error_tensor) ** 0.5
         return replace(self.plan, grad_input_granularity="per_token" if per_token else "per_tensor")
 
     @property
@@ -68,7 +70,7 @@ class GranularityProbe:
 
     def ready(self) -> Plan | None:
         """The choice, once enough was recorded; never inside a backward, where a recompute must repeat its forward."""
-        if self.recorded < self.batches or torch._C._current_graph_task_id() != -1:
+        if self.recorded < self.config.lqs_batches or torch._C._current_graph_task_id() != -1:
             return None
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             return None  # ranks saw different data: fix_selection decides for all

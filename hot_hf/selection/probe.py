@@ -2,45 +2,61 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from ..autograd import exact_types, grad_input, grad_weight
-from ..buffer import compress
-from ..layer_plan import Plan
-from ..ops.grid import fits
+from ..config import HOTConfig
+from ..gradients import exact_types, grad_input, grad_weight, keep
 from ..ops.reference import TOKEN_BLOCK, compute_dtype, padded
+from ..plan import Plan
 from ..rounding import layer_seed
-from .candidates import GRAD_INPUTS, Shape, kept_candidates
+from ..selected_plan import Choice
+from .candidates import GRAD_INPUTS, KEPT_INPUTS, Shape
 from .sums import ErrorSums, Sketch, project_features
 
-if TYPE_CHECKING:
-    from .budget import Budget, Choice
-
 MAX_TOKENS = 1024  # measured of each micro-batch, in whole blocks; the candidates take 25 products over them
+
+
+class Decider(Protocol):
+    """The budget that all probes of a model share."""
+
+    config: HOTConfig
+    probes: dict[str, BudgetProbe]
+    choices: dict[str, Choice] | None  # by layer, once made
+
+    def first_reader(self, x: Tensor, name: str) -> str: ...
+
+    def ready(self, probe: BudgetProbe) -> Plan | None: ...
+
+    def choose(self, probes: Sequence[BudgetProbe]) -> None: ...
 
 
 class BudgetProbe:
     """Records one layer's candidates while its gradients are still exact; ``budget`` decides for all layers."""
 
-    def __init__(self, plan: Plan, name: str, seed: int, budget: Budget) -> None:
-        self.plan, self.name, self.seed, self.budget = plan, name, seed, budget
+    def __init__(self, plan: Plan, name: str, budget: Decider) -> None:
+        self.plan, self.name, self.budget = plan, name, budget
         self.choice: Choice | None = None
         self.recorded = 0
         self.tokens = self.stored = self.uses = self._waiting = 0
         self.needs_input = self.needs_weight = False
         self.shape: Shape | None = None
         self.leader = name  # the first layer that reads the same tensor
-        self.kept_candidates = kept_candidates(plan.token_grid)
-        self.input_sums, self.weight_sums = ErrorSums(len(GRAD_INPUTS)), ErrorSums(len(self.kept_candidates))
+        self.input_sums, self.weight_sums = ErrorSums(len(GRAD_INPUTS)), ErrorSums(len(KEPT_INPUTS))
         budget.probes[name] = self
 
     def ready(self) -> Plan | None:
         """The plan, once ``budget`` has chosen; see ``Budget.ready``."""
         return self.budget.ready(self)
+
+    def decided(self) -> Plan:
+        """The plan that ``budget`` has chosen."""
+        self.choice = self.budget.choices[self.name]
+        return self.choice.plan
 
     def watch(self, y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         """A copy of this output that records in its backward; ``y`` itself under functorch, whose values may not
@@ -57,7 +73,7 @@ class BudgetProbe:
         self.leader = self.budget.first_reader(x, self.name) if weight.requires_grad else self.name
         with torch.no_grad():
             rows = x.detach().reshape(-1, x.shape[-1])
-            columns = project_features(sample(rows, self.plan.token_grid)) if x.requires_grad else None
+            columns = project_features(sample(rows)) if x.requires_grad else None
         kept = x.detach() if weight.requires_grad else None
         return _Watch.apply(y, kept, columns, weight, self, self.recorded)
 
@@ -66,13 +82,13 @@ class BudgetProbe:
         self._waiting = 0
         if weight.dim() != 2 or torch._C._functorch.is_functorch_wrapped_tensor(g):
             return  # weights that an engine has released
-        g = sample(g.reshape(-1, g.shape[-1]), self.plan.token_grid)
-        seed = layer_seed(self.seed, self.name, turn)
+        g = sample(g.reshape(-1, g.shape[-1]))
+        seed = layer_seed(self.budget.config.seed, self.name, turn)
         found = []
         if columns is not None:
             found.append((self.input_sums, *self._input_errors(g, weight, columns, seed)))
         if x is not None:
-            x = sample(x.reshape(-1, x.shape[-1]), self.plan.token_grid)
+            x = sample(x.reshape(-1, x.shape[-1]))
             found.append((self.weight_sums, *self._weight_errors(g, x, weight.shape, seed)))
         # A non-finite gradient (a GradScaler's overflow step) says nothing about the layer.
         if all(bool(norms.isfinite().all()) for _, norms, _ in found):
@@ -100,9 +116,9 @@ class BudgetProbe:
     def _weight_errors(self, g: Tensor, x: Tensor, shape: torch.Size, seed: int) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(g)
         summed = _Summed(g.to(dtype).t() @ x.to(dtype), Sketch(*shape, g.device))
-        for candidate in self.kept_candidates:
+        for candidate in KEPT_INPUTS:
             plan = replace(self.plan, **candidate.settings)
-            packed, scale = compress(x, plan, seed, share=False)
+            packed, scale = keep(x, plan, seed, share=False)
             summed.add(grad_weight(g, packed, scale, plan, seed, x.shape[1], dtype))
         return summed.result()
 
@@ -132,15 +148,11 @@ class _Summed:
         return norms, torch.stack(self.sketches).cpu()
 
 
-def sample(rows: Tensor, grid: tuple[int, int, int] | None = None) -> Tensor:
-    """At most MAX_TOKENS rows: whole blocks of 16 as the layer cuts them, spread evenly; the first whole images where
-    tokens are those of ``grid``, one at least."""
+def sample(rows: Tensor) -> Tensor:
+    """At most MAX_TOKENS rows: whole blocks of 16 as the layer cuts them, spread evenly."""
     tokens = rows.shape[0]
     if tokens <= MAX_TOKENS:
         return rows
-    if fits(tokens, grid):
-        image = grid[0] + grid[1] * grid[2]
-        return rows[: max(MAX_TOKENS // image, 1) * image]
     blocks, kept = padded(tokens, TOKEN_BLOCK) // TOKEN_BLOCK, MAX_TOKENS // TOKEN_BLOCK
     first = torch.arange(kept) * blocks // kept * TOKEN_BLOCK
     index = (first[:, None] + torch.arange(TOKEN_BLOCK)).flatten()

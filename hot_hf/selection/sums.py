@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..ops.reference import philox_uniform
+from ..selected_plan import Score
 
 # Numbers kept of a matrix, and columns of x in the products that judge g_x. The squared norm of such a sketch is that
 # of the matrix with a relative standard deviation of sqrt(2 / 1021) = 4.4%, so a norm is right to about 2%. Primes: the
@@ -45,28 +45,6 @@ class Sketch:
     def __call__(self, matrix: Tensor) -> Tensor:
         folded = _fold((matrix * self.rows * self.columns).flatten(), self.size).float()
         return torch.nn.functional.pad(folded, (0, SKETCH - self.size))
-
-
-@dataclass(frozen=True)
-class Score:
-    """What was measured of one candidate, against the exact gradient, over all micro-batches and ranks.
-
-    * ``error``: relative Frobenius error of single gradients, ``sqrt(sum |e_k|^2 / sum |g_k|^2)``;
-    * ``accumulated``: that of their sum, ``|sum e_k| / |sum g_k|``: what an optimizer moves by;
-    * ``repeated``: share of the error that is the same every time, ``|sum e_k|^2 / (K sum |e_k|^2)``: 1 / K where
-      errors are independent, 1 where they repeat;
-    * ``shrinkage``: ``sum <e_k, g_k> / sum |g_k|^2``, negative where gradients come out too short.
-    """
-
-    error: float = 0.0
-    accumulated: float = 0.0
-    repeated: float = 0.0
-    shrinkage: float = 0.0
-
-    @property
-    def bound(self) -> float:
-        """What a budget compares with."""
-        return max(self.error, self.accumulated)
 
 
 class ErrorSums:

@@ -26,7 +26,7 @@ def markdown(head: list[str], lines: list[list[str]]) -> str:
 
 
 def gradient_table(rows: Rows) -> str:
-    """SPEC section 8's first table: a line per kind of gradient, a column per data."""
+    """spec.md section 8's first table: a line per kind of gradient, a column per data."""
     by = {(r["data"], r["gradient"], r["label"]): r for r in rows}
     present = [d for d in DATA if any(r["data"] == d for r in rows)]
     lines = []
@@ -58,7 +58,7 @@ def above_exact(found: Rows, exact: Rows, column: str) -> float | None:
 
 
 def training_table(rows: Rows, data: str) -> str:
-    """SPEC section 8's second table: the first seed of every configuration."""
+    """spec.md section 8's second table: the first seed of every configuration."""
     rows = [r for r in rows if r["seed"] == "0"]
     groups = by_candidate(rows, data)
     exact = next((found for candidate, found in groups if candidate is runs.EXACT), [])

@@ -70,7 +70,7 @@ OTHERS = (
 def with_defaults(configuration: str) -> str:
     """A stored configuration with the fields that HOTConfig has gained since: a run keeps its meaning, and its key."""
     stored = json.loads(configuration)
-    return key_of(None if stored is None else {**HOTConfig().to_dict(), **stored})
+    return key_of(None if stored is None else HOTConfig.from_dict(stored).to_dict())
 
 
 def plan(data: str, seeds: int) -> list[tuple[Candidate, int]]:

@@ -1,4 +1,4 @@
-"""Errors of one gradient: each row of SPEC section 8's first table, on the real integer arithmetic of the backend."""
+"""Errors of one gradient: each row of spec.md's first table, on the real integer arithmetic of the backend."""
 
 from __future__ import annotations
 

@@ -32,10 +32,10 @@ class Method:
     ingredient: str = ""
 
     def config(self, seed: int, lora: bool) -> HOTConfig | None:
-        """The HOTConfig of one run; under LoRA the adapters are patched too, the frozen base keeps nothing anyway."""
+        """The HOTConfig of one run."""
         if self.hot is None:
             return None
-        return HOTConfig.from_dict({**self.hot.to_dict(), "seed": seed, "lora": lora})
+        return HOTConfig.from_dict({**self.hot.to_dict(), "seed": seed})
 
     def configuration(self, seed: int, lora: bool) -> dict[str, Any]:
         """All of it as JSON types: what a row stores, and what makes it this run and no other."""

@@ -64,7 +64,7 @@ def key(run: Run, steps: int | None) -> dict[str, Any]:
 def with_defaults(configuration: dict[str, Any]) -> dict[str, Any]:
     """A stored configuration with the fields that HOTConfig has gained since: a run keeps its meaning, and its key."""
     hot = configuration["hot"]
-    return {**configuration, "hot": None if hot is None else {**HOTConfig().to_dict(), **hot}}
+    return {**configuration, "hot": None if hot is None else HOTConfig.from_dict(hot).to_dict()}
 
 
 def train(run: Run, task: Task, steps: int | None, unfinished: Path, deadline: float) -> dict[str, Any]:

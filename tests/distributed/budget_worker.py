@@ -5,8 +5,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from hot_hf import HOTConfig, apply_hot, fix_selection
-from hot_hf.selection import SelectedPlan
+from hot_hf import HOTConfig, SelectedPlan, apply_hot, fix_selection
 from tests.models import tiny_llama, token_batch
 
 from .worker import Scenarios, assert_close, assert_same_on_all_ranks, gradients

@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from hot_hf import HOTConfig, apply_hot, fix_selection
-from hot_hf.layer_plan import Plan
+from hot_hf.plan import Plan
 from tests.models import mlp, tiny_llama, token_batch
 
 from .worker import (
@@ -196,7 +196,7 @@ def lora_with_checkpointing(seed):
         model = get_peft_model(
             tiny_llama(layers=1), LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False)
         )
-        apply_hot(model, HOTConfig(lora=True))
+        apply_hot(model, HOTConfig())
         model.enable_input_require_grads()
         single = copy.deepcopy(model)
         wrapped = DDP(checkpointed(model, reentrant), static_graph=reentrant)

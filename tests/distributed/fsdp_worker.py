@@ -2,6 +2,7 @@
 
 import copy
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -124,7 +125,7 @@ def lora(seed):
 
     torch.manual_seed(seed)
     model = get_peft_model(tiny_llama(layers=2), LoraConfig(r=8, target_modules="all-linear", init_lora_weights=False))
-    apply_hot(model, HOTConfig(lora=True))
+    apply_hot(model, HOTConfig())
     single = copy.deepcopy(model)
     model.train()
     model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -168,7 +169,9 @@ def nothing_gathered_stays(seed):
             model, single = patched_pair(seed)
             inside = model.model.layers[1].mlp.down_proj
             for layer in (m for m in single.modules() if hasattr(m, "hot")):
-                layer.hot.share = not per_linear  # FSDP2 hands each layer that it wraps an alias of its own
+                layer.hot.config = replace(
+                    layer.hot.config, share=not per_linear
+                )  # FSDP2 hands each layer that it wraps an alias of its own
             sharded = shard(model, per_linear, reshard_after_forward=True)
         else:
             model, blocks, inside, single = other_kind(name, seed)

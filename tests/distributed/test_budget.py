@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from hot_hf import HOTConfig, apply_hot, fix_selection
-from hot_hf.selection import SelectedPlan
+from hot_hf import HOTConfig, SelectedPlan, apply_hot, fix_selection
 from tests.models import tiny_llama
 
 from .budget_worker import BUDGET, data

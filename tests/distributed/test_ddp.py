@@ -32,7 +32,7 @@ def test_exact_plans_equal_one_process(outcome):
 
 
 def test_hot_is_near_one_process(outcome):
-    """INT8 gradients with scales over other tokens: SPEC section 8 has 0.014 for g_x, 0.14 for g_w, against exact."""
+    """INT8 gradients with scales over other tokens: spec.md has 0.014 for g_x, 0.14 for g_w, against exact."""
     for found in outcome.of("hot_is_near_one_process"):
         assert found["moved"] > 1e-3
         assert 0 < found["of the change"] < 0.14

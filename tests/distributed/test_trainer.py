@@ -30,7 +30,7 @@ def test_hot_trainer_is_near_one_process(outcome):
         return torch.cat([(a[n] - b[n]).flatten() for n in start]).norm()
 
     assert norm(exact, start) > 0
-    assert 0 < norm(first, exact) / norm(exact, start) < 0.14  # SPEC section 8: the error of one g_w
+    assert 0 < norm(first, exact) / norm(exact, start) < 0.14  # spec.md, section 8: the error of one g_w
 
 
 def test_the_callback_selects_the_same_everywhere(outcome):

@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.pytorch_utils import Conv1D
 
 from hot_hf import HOTConfig, apply_hot
-from hot_hf.kinds import is_linear
+from hot_hf.layer_kinds import is_linear
 from hot_hf.monitor import GradientErrors
 from tests.architectures import batch, build
 from tests.models import grads, mlp, tiny_llama, token_batch, twin

@@ -1,4 +1,4 @@
-"""SPEC sections 2 to 5 once more in float64, by explicit matrices, and how far quantization may move a product.
+"""spec.md, sections 2 to 5, once more in float64, by explicit matrices, and how far quantization may move a product.
 
 Nothing here calls ``hot_hf``. A quantized product of A (M, K) and B (K, N), whose entries lie on grids of steps ``a``
 and ``b`` (broadcast to A and B), is off by ``dA @ B + A @ dB + dA @ dB``, so entrywise by at most
@@ -74,14 +74,14 @@ def _step(v: Tensor, bits: int, dim: int | None) -> Tensor:
 
 
 def grad_input(g: Tensor, weight: Tensor, bits: int, block: int, per_token: bool, rounding: str) -> Product:
-    """SPEC section 2."""
+    """spec.md, section 2."""
     transform = block_matrix(g.shape[1], block)
     a, b = g.double() @ transform.T, transform @ weight.double()
     return Product(a, b, _step(a, bits, 1 if per_token else None), _step(b, bits, 0 if per_token else None), rounding)
 
 
 def grad_weight(g: Tensor, x: Tensor, fmt: str, rank: int, block: int, per_feature: bool, rounding: str) -> Product:
-    """SPEC sections 3 and 5; ``value`` is the product without quantization, with the projection where there is one."""
+    """spec.md, sections 3 and 5; ``value`` is the product without quantization, projected where that is part of it."""
     g, x = g.double(), x.double()
     if fmt.startswith("hla"):
         project = projection_matrix(g.shape[0], rank)

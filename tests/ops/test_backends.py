@@ -8,14 +8,15 @@ import types
 import pytest
 import torch
 
-from hot_hf.ops import backends, cpu, reference
+from hot_hf.ops import REFERENCE, dispatch
+from hot_hf.ops.cpu import BACKEND
 
 
 @pytest.fixture(autouse=True)
 def no_cache():
-    backends._backend.cache_clear()
+    dispatch._backend.cache_clear()
     yield
-    backends._backend.cache_clear()
+    dispatch._backend.cache_clear()
 
 
 def tensor_on(device: str):
@@ -44,11 +45,11 @@ def devices(monkeypatch):
 
 
 def test_the_cpu_has_its_own():
-    assert backends.backend_for(torch.zeros(2)) is cpu
+    assert dispatch.backend_for(torch.zeros(2)) is BACKEND
 
 
 def test_meta_computes_nothing_and_says_nothing(caplog):
-    assert backends.backend_for(tensor_on("meta")) is reference
+    assert dispatch.backend_for(tensor_on("meta")) is REFERENCE
     assert not caplog.records
 
 
@@ -58,17 +59,17 @@ def test_other_devices_take_the_torch_path_with_one_line(kind, caplog, monkeypat
     monkeypatch.setattr(torch, "cuda", None)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert backends.backend_for(tensor_on(f"{kind}:0")) is reference
+            assert dispatch.backend_for(tensor_on(f"{kind}:0")) is REFERENCE
     assert len(caplog.records) == 1 and kind in caplog.text and "plain torch" in caplog.text
 
 
 def test_every_device_is_judged_by_itself(devices, caplog):
     """C63: sm_70 and sm_75 take the torch path beside a newer device in the same machine."""
     with caplog.at_level(logging.WARNING):
-        assert backends.backend_for(tensor_on("cuda:0")) is devices
-        assert backends.backend_for(tensor_on("cuda:1")) is reference
-        assert backends.backend_for(tensor_on("cuda:2")) is reference
-        assert backends.backend_for(tensor_on("cuda:3")) is devices
+        assert dispatch.backend_for(tensor_on("cuda:0")) is devices.BACKEND
+        assert dispatch.backend_for(tensor_on("cuda:1")) is REFERENCE
+        assert dispatch.backend_for(tensor_on("cuda:2")) is REFERENCE
+        assert dispatch.backend_for(tensor_on("cuda:3")) is devices.BACKEND
     first, second = (record.getMessage() for record in caplog.records)
     assert "cuda:1" in first and "7.5" in first and "cuda:2" in second and "7.0" in second
 
@@ -83,7 +84,7 @@ def test_a_driver_that_breaks_gives_one_message(devices, caplog, monkeypatch):
     monkeypatch.setattr(devices.driver, "_active", Broken())
     with caplog.at_level(logging.WARNING):
         for _ in range(2):
-            assert backends.backend_for(tensor_on("cuda:0")) is reference
+            assert dispatch.backend_for(tensor_on("cuda:0")) is REFERENCE
     assert len(caplog.records) == 1 and "0 active drivers" in caplog.text
 
 
@@ -104,13 +105,13 @@ import sys
 sys.path.insert(0, {str(tmp_path)!r})
 import torch
 import hot_hf
-from hot_hf.ops import backends, reference
+from hot_hf.ops import REFERENCE, dispatch
 layer = torch.nn.Linear(64, 64)
 hot_hf.apply_hot(layer)
 if {trains}:
     layer(torch.randn(4, 64)).sum().backward()
     assert layer.weight.grad.abs().sum() > 0
-assert backends._backend("cuda", 0) is reference and backends._backend("cuda", 0) is reference
+assert dispatch._backend("cuda", 0) is REFERENCE and dispatch._backend("cuda", 0) is REFERENCE
 """
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
     assert run.returncode == 0, run.stderr

@@ -21,7 +21,7 @@ def test_hadamard_matrix_is_sylvesters(size):
 
 
 def test_sequency_order_counts_sign_changes():
-    """SPEC section 1: row k of S changes its sign k times, 0 to 15."""
+    """spec.md, section 1: row k of S changes its sign k times, 0 to 15."""
     s = ref.hadamard_matrix(16)[ref.sequency_order()]
     assert [(row[1:] != row[:-1]).sum().item() for row in s] == list(range(16))
     assert torch.equal(s, oracle.by_sign_changes(oracle.sylvester(16)))
@@ -42,7 +42,7 @@ def test_hadamard_against_matrix(features, block):
 
 @pytest.mark.parametrize("dtype", FLOATS)
 def test_hadamard_computes_in_float32(dtype):
-    """SPEC section 6: float32 inside for every type but float64; log2(block) additions of rounding error."""
+    """spec.md, section 6: float32 inside for every type but float64; log2(block) additions of rounding error."""
     x = torch.randn(2, 3, 64).to(dtype)
     y = ref.hadamard(x, 64)
     assert y.dtype == ref.compute_dtype(x) == (torch.float64 if dtype == torch.float64 else torch.float32)
@@ -54,7 +54,7 @@ def test_hadamard_computes_in_float32(dtype):
 @pytest.mark.parametrize("tokens", [1, 15, 16, 17, 40])
 @pytest.mark.parametrize("rank", [1, 8, 16])
 def test_project_tokens_against_matrix(tokens, rank):
-    """SPEC section 3: S_r by explicit matrix, the last block zero-padded; rank 16 loses nothing."""
+    """spec.md, section 3: S_r by explicit matrix, the last block zero-padded; rank 16 loses nothing."""
     x, g = torch.randn(tokens, 7, dtype=torch.float64), torch.randn(tokens, 5, dtype=torch.float64)
     projected = ref.project_tokens(x, rank)
     assert projected.shape == (math.ceil(tokens / 16) * rank, 7)
@@ -120,7 +120,7 @@ def test_random_roundings_are_unbiased(rounding, seed):
 
 
 def test_pseudo_stochastic_uses_the_low_mantissa_bits():
-    """SPEC section 6: the low 11 bits of the float32 mantissa decide, read here by struct."""
+    """spec.md, section 6: the low 11 bits of the float32 mantissa decide, read here by struct."""
     import struct
 
     v = torch.empty(500).uniform_(-100, 100)
@@ -170,7 +170,7 @@ def test_quantize_zero_and_tiny_slices():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_quantize_non_finite(bad):
-    """SPEC section 6: the slice's scale turns NaN, the others stay as they are."""
+    """spec.md, section 6: the slice's scale turns NaN, the others stay as they are."""
     v = torch.randn(4, 20)
     good, good_scale = ref.quantize(v, 8, 1)
     v[2, 3] = bad

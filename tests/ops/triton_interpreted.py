@@ -14,7 +14,9 @@ import torch
 assert os.environ.get("TRITON_INTERPRET") == "1", "run tests/ops/test_triton_interpreter.py instead"
 
 from hot_hf import ops  # noqa: E402
-from hot_hf.ops import reference, triton  # noqa: E402
+from hot_hf.ops import REFERENCE, operators, reference  # noqa: E402
+from hot_hf.ops import triton as triton_package  # noqa: E402
+from hot_hf.ops.triton import BACKEND as triton  # noqa: E402
 from hot_hf.ops.triton import tuning  # noqa: E402
 from hot_hf.ops.triton.product import product  # noqa: E402
 
@@ -153,7 +155,7 @@ def test_rows_too_long_for_registers(monkeypatch):
     x = sample(9, 200, special=True)
     settings = (x, 8, 1, 16, True, "stochastic", 3)
     called = []
-    monkeypatch.setattr(triton, "quantize_rows", lambda *a: called.append(a))
+    monkeypatch.setattr(triton_package, "quantize_rows", lambda *a: called.append(a))
     same(triton.quantize_operand(*settings), reference.hadamard_quantize(*settings))
     assert called
     family = tuning.FAMILIES["sm_90"]
@@ -174,7 +176,7 @@ def test_zero_and_tiny_rows():
 
 
 def test_nan_and_infinity_reach_the_scale():
-    """SPEC section 6: tl.max loses a NaN, so the maximum goes over bits."""
+    """spec.md, section 6: tl.max loses a NaN, so the maximum goes over bits."""
     for value in (float("nan"), float("inf"), -float("inf")):
         for at in (0, 17, 47):  # first, middle and last lanes of a row
             x = sample(6, 48)
@@ -306,8 +308,8 @@ def test_operators_equal_reference(monkeypatch, fmt, bits):
     x, g, weight = sample(tokens, inputs), sample(tokens, outputs), sample(outputs, inputs)
     x[3] = g[5] = 0
     results = {}
-    for backend in (reference, triton, triton):
-        monkeypatch.setattr(ops, "backend_for", lambda _, backend=backend: backend)
+    for backend in (REFERENCE, triton, triton):
+        monkeypatch.setattr(operators, "backend_for", lambda _, backend=backend: backend)
         packed, scale = ops.compress(x, fmt, 8, 16, True, "stochastic", 4)
         settings = (8, 16, True, "stochastic")
         grad_input = ops.grad_input(g, weight, bits, 16, True, "stochastic", 5, torch.float32)
@@ -318,14 +320,14 @@ def test_operators_equal_reference(monkeypatch, fmt, bits):
         )
         assert torch.equal(both[0], grad_input) and torch.equal(both[1], grad_weight)
         for name, value in {"packed": packed, "scale": scale, "gx": grad_input, "gw": grad_weight}.items():
-            assert torch.equal(results.setdefault(name, value), value), f"{name} of {backend.__name__}"
+            assert torch.equal(results.setdefault(name, value), value), f"{name} of {backend.name}"
 
 
 @pytest.mark.parametrize("fmt", ops.FORMATS)
 def test_kept_tensors_reach_the_product_without_a_copy(monkeypatch, fmt):
     """grad_weight multiplies the memory that compress wrote. A kept tensor that came back in another layout, as from
     hooks that move it to other memory, is copied first and gives the same gradient."""
-    monkeypatch.setattr(ops, "backend_for", lambda _: triton)
+    monkeypatch.setattr(operators, "backend_for", lambda _: triton)
     tokens, outputs, inputs = 37, 33, 51
     x, g, weight = sample(tokens, inputs), sample(tokens, outputs), sample(outputs, inputs)
     launched = []
@@ -356,14 +358,14 @@ def test_kept_tensors_reach_the_product_without_a_copy(monkeypatch, fmt):
 @pytest.mark.parametrize("fmt", ops.FORMATS)
 def test_kept_layout_is_what_the_fake_says(monkeypatch, fmt):
     """torch.compile plans with the fake's strides; float64 and empty inputs take the torch path's layout."""
-    monkeypatch.setattr(ops, "backend_for", lambda _: triton)
+    monkeypatch.setattr(operators, "backend_for", lambda _: triton)
     for x in (sample(70, 51), sample(70, 51).double(), torch.zeros(0, 51)):
         torch.library.opcheck(ops.compress, (x, fmt, 8, 16, True, "nearest", 0))
 
 
 def test_gradients_stay_non_finite(monkeypatch):
     """A GradScaler must see an infinite g in every gradient that depends on it."""
-    monkeypatch.setattr(ops, "backend_for", lambda _: triton)
+    monkeypatch.setattr(operators, "backend_for", lambda _: triton)
     x, g, weight = sample(33, 32), sample(33, 32), sample(32, 32)
     g[4, 6] = float("inf")
     for fmt in ops.FORMATS:

@@ -5,9 +5,8 @@ import math
 import torch
 from torch import nn
 
-from hot_hf import HOTConfig, apply_hot, fix_selection
-from hot_hf.selection import SelectedPlan
-from hot_hf.selection.candidates import GRAD_INPUTS, KEPT, GradInput, Kept
+from hot_hf import HOTConfig, SelectedPlan, apply_hot, fix_selection
+from hot_hf.selection.candidates import GRAD_INPUTS, KEPT_INPUTS, GradInput, KeptInput
 from tests.models import relative_error
 
 TOKENS, IN, OUT = 256, 64, 96
@@ -46,12 +45,12 @@ def test_a_bias_under_the_noise_is_seen():
     for batches in (1, 16):
         layer = measured(batches, lambda: slow_noise_and_a_fast_signal(signal))
         probe = layer.hot.probe
-        score = probe.weight_sums.score(KEPT.index(Kept("hla_int8", 8)), batches)
+        score = probe.weight_sums.score(KEPT_INPUTS.index(KeptInput("hla_int8", 8)), batches)
         assert 0.05 < score.error < 0.14
         if batches == 16:
             # sum of K: signal K * 0.1 against sqrt(K + (K * 0.1)^2) of noise and signal = 0.37
             assert 0.25 < score.accumulated < 0.5 and score.repeated > 0.8
-            unbiased = probe.weight_sums.score(KEPT.index(Kept("ht_int4", block_size=16)), batches)
+            unbiased = probe.weight_sums.score(KEPT_INPUTS.index(KeptInput("ht_int4", block_size=16)), batches)
             assert unbiased.accumulated < 0.15 and unbiased.repeated < 0.3
         chosen[batches] = fix_selection(layer)["root" if "root" in layer.hot.name else ""].activation_format
     assert chosen[1].startswith("hla") and not chosen[16].startswith("hla")
@@ -86,7 +85,10 @@ def test_unbiased_errors_average_out():
     """Stochastic rounding on the same micro-batch 16 times: errors of single gradients stay, in the sum they fall as
     1 / sqrt(16); nearest rounding and the low-rank step repeat theirs."""
     x, g = torch.randn(TOKENS, IN), torch.randn(TOKENS, OUT)
-    x_candidate, w_candidate = GRAD_INPUTS.index(GradInput(4, "per_token", 16)), KEPT.index(Kept("ht_int4", 8, 16))
+    x_candidate, w_candidate = (
+        GRAD_INPUTS.index(GradInput(4, "per_token", 16)),
+        KEPT_INPUTS.index(KeptInput("ht_int4", 8, 16)),
+    )
     for rounding in ("stochastic", "nearest"):
         probe = measured(16, lambda: (x.clone(), g), rounding=rounding).hot.probe
         for sums, index in ((probe.input_sums, x_candidate), (probe.weight_sums, w_candidate)):
@@ -95,7 +97,7 @@ def test_unbiased_errors_average_out():
                 assert score.accumulated < 0.6 * score.error and score.repeated < 0.2
             else:
                 assert score.repeated > 0.99
-        low_rank = probe.weight_sums.score(KEPT.index(Kept("hla_int8", 8)), 16)
+        low_rank = probe.weight_sums.score(KEPT_INPUTS.index(KeptInput("hla_int8", 8)), 16)
         # Half of each block's white noise is gone in every micro-batch, as a matrix and in length: sqrt(1/2) and 1/2.
         assert low_rank.repeated > 0.9 and 0.6 < low_rank.error < 0.8 and -0.6 < low_rank.shrinkage < -0.4
 

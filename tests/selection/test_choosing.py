@@ -7,14 +7,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hot_hf import HOTConfig, apply_hot, fix_selection
-from hot_hf.layer_plan import Plan
+from hot_hf import HOTConfig, SelectedPlan, apply_hot, fix_selection
 from hot_hf.memory import SavedTensors
 from hot_hf.ops import compress
-from hot_hf.selection import SelectedPlan
-from hot_hf.selection.candidates import EXACT_KEPT, GRAD_INPUTS, KEPT, Shape
+from hot_hf.plan import Plan
+from hot_hf.selected_plan import Score
+from hot_hf.selection.candidates import EXACT_KEPT, GRAD_INPUTS, KEPT_INPUTS, Shape
 from hot_hf.selection.choose import AS_CHEAP, MARGIN, Layer, cheapest, exact_bytes, within_bytes
-from hot_hf.selection.sums import Score
 from tests.models import tiny_llama, token_batch
 
 TOKENS, IN, OUT = 512, 96, 128
@@ -100,7 +99,7 @@ def test_a_plan_obeys_its_budget(max_error):
 
 
 def test_bytes_are_those_of_the_packed_form():
-    for kept in KEPT:
+    for kept in KEPT_INPUTS:
         shape = Shape(random.randint(1, 300), 64, random.randint(1, 200))
         for per_feature in (True, False):
             packed, scale = compress(
@@ -196,7 +195,7 @@ def random_layer(name: str, leader: str) -> Layer:
     frozen = random.random() < 0.2
     return Layer(
         name, Plan(), Shape(64, 64, 64), scores(random.sample(GRAD_INPUTS, 5)),
-        None if frozen else scores(random.sample(KEPT, 4)), leader,
+        None if frozen else scores(random.sample(KEPT_INPUTS, 4)), leader,
     )  # fmt: skip
 
 
@@ -231,7 +230,7 @@ def test_within_bytes_beats_every_uniform_plan():
     """One form for all layers that fits is never better by more than the one layer that greed may leave short."""
     for _ in range(20):
         layers = [random_layer(f"layer{i}", f"layer{i // 2 * 2}") for i in range(8)]
-        forms = KEPT[:4]
+        forms = KEPT_INPUTS[:4]
         layers = [
             Layer(x.name, x.base, x.shape, x.inputs, {k: Score(random.uniform(0.01, 0.5)) for k in forms}, x.leader)
             for x in layers
@@ -245,27 +244,3 @@ def test_within_bytes_beats_every_uniform_plan():
         for form in forms:
             uniform = sum(x.kept[form].bound ** 2 + min(s.bound for s in x.inputs.values()) ** 2 for x in layers)
             assert loss <= uniform + 2 * worst
-
-
-def test_image_tokens_are_measured_in_two_dimensions():
-    """With a token grid the low-rank formats are measured both ways. Images that are smooth in both directions, with a
-    CLS token unlike them, take the two-dimensional one, and keep the bytes that it says."""
-    images, side = 40, 8
-    x = torch.randn(images, IN, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3).flatten(2).transpose(1, 2)
-    g = torch.randn(images, OUT, 2, 2).repeat_interleave(4, 2).repeat_interleave(4, 3).flatten(2).transpose(1, 2)
-    x, g = (torch.cat((torch.randn(images, 1, t.shape[-1]), t + 0.02 * torch.randn_like(t)), 1) for t in (x, g))
-    layer = nn.Linear(IN, OUT)
-    config = HOTConfig(selection="budget", max_grad_error=0.15, lqs_batches=1, token_grid=[1, side, side])
-    apply_hot(layer, config)
-    layer(x.requires_grad_()).backward(g)
-    assert len(layer.hot.probe.kept_candidates) == len(KEPT) + 4
-    fix_selection(layer)
-    assert layer.hot.plan.activation_format.startswith("hla") and layer.hot.plan.token_grid == (1, side, side)
-    with SavedTensors(layer) as saved:
-        y = layer(x)
-    (choice,) = SelectedPlan.of(layer).layers.values()
-    assert saved.hot_bytes == choice.bytes
-    layer.weight.grad = None
-    y.backward(g)
-    exact = g.flatten(0, 1).double().t() @ x.detach().flatten(0, 1).double()
-    assert (layer.weight.grad.double() - exact).norm() <= 0.15 * exact.norm()

@@ -10,8 +10,6 @@ from tests.models import mlp, tiny_llama
 @pytest.mark.parametrize(
     "settings, message",
     [
-        ({"max_grad_error": 0.1}, r"max_grad_error=0\.1 is a budget: write selection='budget'"),
-        ({"max_bytes": "24MB"}, "max_bytes='24MB' is a budget: write selection='budget'"),
         ({"selection": "budget"}, "exactly one of max_grad_error and max_bytes, not neither"),
         ({"selection": "budget", "max_grad_error": 0.1, "max_bytes": 10}, "exactly one .* not both"),
         ({"selection": "best", "max_bytes": 10}, r"selection='best' is not known; choose one of \['budget', None\]"),
@@ -43,6 +41,11 @@ def test_sizes(value, size):
     assert byte_budget(value, 1000) == size
     config = HOTConfig(selection="budget", max_bytes=value)
     assert HOTConfig.from_dict(config.to_dict()) == config
+
+
+@pytest.mark.parametrize("budget", [{"max_grad_error": 0.1}, {"max_bytes": "24MB"}])
+def test_a_budget_alone_is_a_selection(budget):
+    assert HOTConfig(**budget) == HOTConfig(selection="budget", **budget)
 
 
 def test_report():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hot_hf import HOTConfig, apply_hot, fix_selection
-from hot_hf.selection.candidates import GRAD_INPUTS, KEPT
+from hot_hf.selection.candidates import GRAD_INPUTS, KEPT_INPUTS
 from hot_hf.selection.probe import MAX_TOKENS, sample
 from hot_hf.selection.sums import Sketch, project_features
 from tests.models import grads, image_batch, mlp, tiny_llama, tiny_vit, token_batch, twin
@@ -60,7 +60,7 @@ def by_hand(layer: nn.Linear, batches, settings: dict, of_input: bool) -> dict[s
     }
 
 
-@pytest.mark.parametrize("of_input, candidates", [(True, GRAD_INPUTS), (False, KEPT)], ids=["g_x", "g_w"])
+@pytest.mark.parametrize("of_input, candidates", [(True, GRAD_INPUTS), (False, KEPT_INPUTS)], ids=["g_x", "g_w"])
 def test_scores_are_those_of_the_layer(of_input, candidates):
     """Every candidate, against the gradients that a layer patched so gives, in float64; a batch of 37 tokens."""
     layer = nn.Linear(48, 72)

@@ -5,10 +5,9 @@ import json
 import pytest
 import torch
 
-from hot_hf import HOTConfig, HOTPatchError, apply_hot, fix_selection
+from hot_hf import HOTConfig, HOTPatchError, SelectedPlan, apply_hot, fix_selection
 from hot_hf.cli import main
 from hot_hf.layers import HOTMixin
-from hot_hf.selection import SelectedPlan
 from tests.models import grads, tiny_llama, token_batch, twin
 
 

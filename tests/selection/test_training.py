@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from hot_hf import HOTCallback, HOTConfig, apply_hot, fix_selection
+from hot_hf import HOTCallback, HOTConfig, SelectedPlan, apply_hot, fix_selection
 from hot_hf.memory import SavedTensors
-from hot_hf.selection import SelectedPlan
 from tests.models import grads, relative_error, tiny_llama, token_batch, twin
 from tests.training import layers, losses, rows, same, trainer
 
@@ -56,7 +55,7 @@ def test_lora(checkpointing, tmp_path):
     model = peft.get_peft_model(
         tiny_llama(), peft.LoraConfig(r=8, target_modules="all-linear", lora_alpha=16, init_lora_weights=False)
     )
-    callback = HOTCallback(HOTConfig(**BUDGET, lora=True))
+    callback = HOTCallback(HOTConfig(**BUDGET))
     trainer(model, rows(8, 32), tmp_path, [callback], max_steps=3, gradient_checkpointing=checkpointing).train()
     plan = SelectedPlan.of(model)
     base = {n: choice for n, choice in plan.layers.items() if ".lora_A" not in n}

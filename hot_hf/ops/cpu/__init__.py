@@ -19,33 +19,11 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..reference import QMAX, ROUNDINGS, TOKEN_BLOCK, hadamard, pack_int4, padded
+from ..backend import Backend, Quantized
+from ..reference import QMAX, ROUNDINGS, TOKEN_BLOCK, padded
+from . import products
 from .build import DTYPES, ByRow, check, library
-from .products import int_product, packed_product, scaled_product, scaled_product_hadamard, unpack_int4
 from .workspace import temporary
-
-__all__ = [
-    "fold_quantize",
-    "hadamard",
-    "hadamard_quantize",
-    "hadamard_quantize_packed",
-    "int_product",
-    "pack_int4",
-    "packed_product",
-    "project_quantize",
-    "project_quantize_packed",
-    "quantize_both",
-    "quantize_operand",
-    "scaled_product",
-    "scaled_product_hadamard",
-    "unpack_int4",
-    "warm_up",
-]
-
-
-def warm_up() -> bool:
-    """Build or load the kernels now rather than in the first step; whether they are there."""
-    return library() is not None
 
 
 @cache
@@ -75,7 +53,7 @@ def _quantize(
     row_scale: Tensor | None = None,
     by_row: ByRow | None = None,
     empty: Callable[[int, int], Tensor] = _fresh,
-) -> tuple[Tensor, Tensor] | None:
+) -> Quantized | None:
     """Every quantizer in one call; ``kept`` rows of each transformed block; ``by_row``: a second result, same pass;
     ``empty`` gives the memory of the integers. None where the reference must compute.
     """
@@ -130,91 +108,95 @@ def _quantize(
     return (q.view(torch.uint8) if packed else q), scale
 
 
-def hadamard_quantize(
-    x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """``reference.hadamard_quantize``, fused."""
-    fused = _quantize(x, bits, dim, block_size, per_slice, rounding, seed)
-    return fused or reference.hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed)
+class CPUBackend(Backend):
+    """Fused quantizers and products; the default where they cannot serve."""
+
+    name = "cpu"
+    scaled_product = staticmethod(products.scaled_product)
+    packed_product = staticmethod(products.packed_product)
+    unpack_int4 = staticmethod(products.unpack_int4)
+
+    def warm_up(self) -> bool:
+        """Build or load the kernels; whether they are there."""
+        return library() is not None
+
+    def hadamard_quantize(
+        self, x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+    ) -> Quantized:
+        """``reference.hadamard_quantize``, fused."""
+        fused = _quantize(x, bits, dim, block_size, per_slice, rounding, seed)
+        return fused or super().hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed)
+
+    def quantize_operand(
+        self, x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+    ) -> Quantized:
+        """``hadamard_quantize`` for one use in ``scaled_product``, in memory that is used again."""
+        fused = _quantize(x, bits, dim, block_size, per_slice, rounding, seed, empty=temporary)
+        return fused or super().quantize_operand(x, bits, dim, block_size, per_slice, rounding, seed)
+
+    def hadamard_quantize_packed(
+        self, x: Tensor, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+    ) -> Quantized:
+        """``hadamard_quantize`` of rows to 4 bits, followed by ``pack_int4``, in one pass."""
+        fused = _quantize(x, 4, 1, block_size, per_slice, rounding, seed, packed=True)
+        return fused or super().hadamard_quantize_packed(x, block_size, per_slice, rounding, seed)
+
+    def project_quantize(
+        self, x: Tensor, bits: int, rank: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+    ) -> Quantized:
+        """``reference.project_quantize``, fused."""
+        fused = _quantize(x, bits, 0, TOKEN_BLOCK, per_slice, rounding, seed, kept=_sequencies(rank))
+        return fused or super().project_quantize(x, bits, rank, per_slice, rounding, seed)
+
+    def project_quantize_packed(
+        self, x: Tensor, rank: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
+    ) -> Quantized:
+        """``project_quantize`` to 4 bits, followed by ``pack_int4``, in one pass."""
+        kept = _sequencies(rank)
+        fused = _quantize(x, 4, 0, TOKEN_BLOCK, per_slice, rounding, seed, packed=True, kept=kept)
+        return fused or super().project_quantize_packed(x, rank, per_slice, rounding, seed)
+
+    def fold_quantize(
+        self, g: Tensor, token_scale: Tensor, per_slice: bool, rounding: str = "nearest", seed: int = 0
+    ) -> Quantized:
+        """``reference.fold_quantize``, fused."""
+        fused = None
+        if token_scale.dtype == torch.float32:
+            fused = _quantize(
+                g, 8, 0, 1, per_slice, rounding, seed, row_scale=token_scale.contiguous(), empty=temporary
+            )
+        return fused or super().fold_quantize(g, token_scale, per_slice, rounding, seed)
+
+    def quantize_both(
+        self,
+        g: Tensor,
+        bits: int,
+        block_size: int,
+        per_token: bool,
+        rank: int | None,
+        token_scale: Tensor | None,
+        per_feature: bool,
+        rounding: str,
+        seeds: tuple[int, int],
+    ) -> tuple[Quantized, Quantized]:
+        """Both in two reads of g instead of three, where rows have scales of their own."""
+        folded_type = torch.float32 if token_scale is None else token_scale.dtype
+        if not per_token or folded_type != torch.float32 or g.dtype not in DTYPES or not g.numel() or library() is None:
+            along = (rank, token_scale, per_feature)
+            return super().quantize_both(g, bits, block_size, per_token, *along, rounding, seeds)
+        width = padded(g.shape[1], block_size)
+        q = temporary(g.shape[0], width)
+        scale = torch.empty(g.shape[0], dtype=torch.float32)
+        seed = seeds[0] & 0xFFFFFFFFFFFFFFFF
+        by_row = ByRow(block_size, block_size**-0.5, QMAX[bits], seed, width, q.data_ptr(), scale.data_ptr())
+        if rank is None:
+            options = {"row_scale": token_scale.contiguous(), "block": 1}
+        else:
+            options = {"kept": _sequencies(rank), "block": TOKEN_BLOCK}
+        columns = _quantize(
+            g, 8, 0, per_slice=per_feature, rounding=rounding, seed=seeds[1], by_row=by_row, empty=temporary, **options
+        )
+        return (q, scale), columns
 
 
-def quantize_operand(
-    x: Tensor, bits: int, dim: int, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """``hadamard_quantize`` for one use in ``scaled_product``, in memory that is used again."""
-    fused = _quantize(x, bits, dim, block_size, per_slice, rounding, seed, empty=temporary)
-    return fused or reference.hadamard_quantize(x, bits, dim, block_size, per_slice, rounding, seed)
-
-
-def hadamard_quantize_packed(
-    x: Tensor, block_size: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """``hadamard_quantize`` of rows to 4 bits, followed by ``pack_int4``, in one pass."""
-    if (fused := _quantize(x, 4, 1, block_size, per_slice, rounding, seed, packed=True)) is not None:
-        return fused
-    q, scale = reference.hadamard_quantize(x, 4, 1, block_size, per_slice, rounding, seed)
-    return pack_int4(q), scale
-
-
-def project_quantize(
-    x: Tensor, bits: int, rank: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """``reference.project_quantize``, fused."""
-    fused = _quantize(x, bits, 0, TOKEN_BLOCK, per_slice, rounding, seed, kept=_sequencies(rank))
-    return fused or reference.project_quantize(x, bits, rank, per_slice, rounding, seed)
-
-
-def project_quantize_packed(
-    x: Tensor, rank: int, per_slice: bool, rounding: str = "nearest", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """``project_quantize`` to 4 bits, followed by ``pack_int4``, in one pass."""
-    kept = _sequencies(rank)
-    if (fused := _quantize(x, 4, 0, TOKEN_BLOCK, per_slice, rounding, seed, packed=True, kept=kept)) is not None:
-        return fused
-    q, scale = reference.project_quantize(x, 4, rank, per_slice, rounding, seed)
-    return pack_int4(q), scale
-
-
-def fold_quantize(
-    g: Tensor, token_scale: Tensor, per_slice: bool, rounding: str = "nearest", seed: int = 0
-) -> tuple[Tensor, Tensor]:
-    """``reference.fold_quantize``, fused."""
-    fused = None
-    if token_scale.dtype == torch.float32:
-        fused = _quantize(g, 8, 0, 1, per_slice, rounding, seed, row_scale=token_scale.contiguous(), empty=temporary)
-    return fused or reference.fold_quantize(g, token_scale, per_slice, rounding, seed)
-
-
-def quantize_both(
-    g: Tensor,
-    bits: int,
-    block_size: int,
-    per_token: bool,
-    rank: int | None,
-    token_scale: Tensor | None,
-    per_feature: bool,
-    rounding: str,
-    seeds: tuple[int, int],
-) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
-    """``hadamard_quantize`` of g's rows, and g projected with ``rank`` or folded with ``token_scale``: two reads of g
-    instead of three.
-
-    Returns:
-        both pairs of integers and scale, or (None, None) where they are better made one by one.
-    """
-    folded_type = torch.float32 if token_scale is None else token_scale.dtype
-    if not per_token or folded_type != torch.float32 or g.dtype not in DTYPES or g.numel() == 0 or library() is None:
-        return None, None
-    width = padded(g.shape[1], block_size)
-    q = temporary(g.shape[0], width)
-    scale = torch.empty(g.shape[0], dtype=torch.float32)
-    seed = seeds[0] & 0xFFFFFFFFFFFFFFFF
-    by_row = ByRow(block_size, block_size**-0.5, QMAX[bits], seed, width, q.data_ptr(), scale.data_ptr())
-    if rank is None:
-        options = {"row_scale": token_scale.contiguous(), "block": 1}
-    else:
-        options = {"kept": _sequencies(rank), "block": TOKEN_BLOCK}
-    columns = _quantize(
-        g, 8, 0, per_slice=per_feature, rounding=rounding, seed=seeds[1], by_row=by_row, empty=temporary, **options
-    )
-    return (q, scale), columns
+BACKEND = CPUBackend()

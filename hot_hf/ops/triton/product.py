@@ -20,7 +20,7 @@ from .arithmetic import butterfly_rows
 from .launch import launch, log2, on_device
 from .tuning import LONG, Family, ProductTile, product_tile
 
-# Longer contractions are split and their parts summed in float32 (SPEC section 6); a whole number of steps of any bk.
+# Longer contractions are split and their parts summed in float32 (docs/spec.md, section 6); whole steps of any bk.
 MAX_CONTRACTION = tl.constexpr(reference.MAX_CONTRACTION)
 
 

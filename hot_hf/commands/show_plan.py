@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from .planfile import SelectedPlan
+from ..selected_plan import SelectedPlan
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -25,7 +25,7 @@ def run(args: argparse.Namespace) -> int:
     plan = SelectedPlan.load(args.plan)
     print(plan)
     if args.png is not None:
-        from .plot import plot
+        from .plan_plot import plot
 
         plot(plan, args.png)
         print(f"wrote {args.png}")

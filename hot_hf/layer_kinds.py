@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from . import experts
+from .class_swap import original_class
 from .conv1d import HOTConv1DMixin, HOTFalconMixin
-from .layers import HOTLinear, HOTMixin
+from .layers import HOTMixin
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class LayerKind:
     """``mixin`` brings the forward; ``features`` gives (out_features, in_features) of a module, ``weight`` (one of)
     its weights.
 
-    ``measured=False``: the layer takes no part in lqs and keeps per-token scales.
+    ``measured=False``: the layer takes no part in a selection and keeps per-token scales.
     """
 
     mixin: type[HOTMixin]
@@ -33,22 +34,17 @@ FALCON = LayerKind(HOTFalconMixin, LINEAR.features)
 EXPERTS = LayerKind(experts.HOTExpertsMixin, experts.features, experts.first_weight, measured=False)
 
 # By name, so that nothing of transformers is imported to patch a model that does not use it.
-KINDS: dict[str, LayerKind] = {
+LAYER_KINDS: dict[str, LayerKind] = {
     "torch.nn.modules.linear.Linear": LINEAR,
     "transformers.pytorch_utils.Conv1D": CONV1D,
     "transformers.models.falcon.modeling_falcon.FalconLinear": FALCON,
 }
 
 
-def original_class(module: nn.Module) -> type:
-    """The class of ``module`` without HOT."""
-    return module.hot.original_class if isinstance(module, HOTMixin) else type(module)
-
-
 def kind_of(module: nn.Module) -> LayerKind | None:
     """The row of ``module``; None for what is no linear layer, and for subclasses, whose forward may be their own."""
     cls = original_class(module)
-    row = KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
+    row = LAYER_KINDS.get(f"{cls.__module__}.{cls.__qualname__}")
     return EXPERTS if row is None and experts.follows_interface(module) else row
 
 
@@ -57,28 +53,11 @@ def is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or kind_of(module) is not None
 
 
-def features(module: nn.Module) -> tuple[int, int]:
-    """(out_features, in_features) of a linear layer of any kind; of the first product for experts."""
-    return (kind_of(module) or LINEAR).features(module)
+def kind_or_linear(module: nn.Module) -> LayerKind:
+    """The row of a linear layer; that of nn.Linear for its subclasses."""
+    return kind_of(module) or LINEAR
 
 
-_swapped: dict[type, type] = {nn.Linear: HOTLinear}
-
-
-def hot_class_of(cls: type, mixin: type[HOTMixin] = HOTMixin) -> type:
-    """The patched class of a layer's class, made once."""
-    if cls not in _swapped:
-        body = {"__module__": __name__, "__doc__": cls.__doc__, "__reduce_ex__": _reduce}
-        _swapped[cls] = type(f"HOT{cls.__name__}", (mixin, cls), body)
-    return _swapped[cls]
-
-
-def _reduce(module: HOTMixin, protocol: int):
-    """Copy and pickle by the original class: one made here cannot be imported by name."""
-    cls = module.hot.original_class
-    return _new_patched, (cls, hot_class_of(cls).__mro__[1]), module.__dict__
-
-
-def _new_patched(cls: type, mixin: type[HOTMixin]) -> HOTMixin:
-    patched = hot_class_of(cls, mixin)
-    return patched.__new__(patched)
+def hot_layers(model: nn.Module) -> list[HOTMixin]:
+    """The patched layers of ``model``, each once."""
+    return [m for m in model.modules() if isinstance(m, HOTMixin)]

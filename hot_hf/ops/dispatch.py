@@ -4,37 +4,37 @@ from __future__ import annotations
 
 import logging
 from functools import cache
-from types import ModuleType
 
 import torch
 
-from . import cpu, reference
+from . import cpu
+from .backend import REFERENCE, Backend
 
 logger = logging.getLogger(__name__)
 
 
-def backend_for(x: torch.Tensor) -> ModuleType:
-    """The module whose primitives run on ``x``'s device; the plain torch path where no kernels exist."""
+def backend_for(x: torch.Tensor) -> Backend:
+    """The backend of ``x``'s device; the plain torch path where no kernels exist."""
     return _backend(x.device.type, x.device.index)
 
 
 @cache
-def _backend(device_type: str, index: int | None) -> ModuleType:
+def _backend(device_type: str, index: int | None) -> Backend:
     if device_type == "cpu":
-        return cpu
+        return cpu.BACKEND
     if device_type == "meta":  # computes nothing
-        return reference
+        return REFERENCE
     reason = why_no_kernels(device_type, index)
     if reason is None:
         from . import triton
 
-        return triton
+        return triton.BACKEND
     logger.warning(
         "hot_hf: plain torch instead of kernels on %s: %s",
         device_type if index is None else f"{device_type}:{index}",
         reason,
     )
-    return reference
+    return REFERENCE
 
 
 def why_no_kernels(device_type: str, index: int | None = None) -> str | None:

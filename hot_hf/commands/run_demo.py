@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import replace
 from pathlib import Path
 
 from ..config import PRESETS, HOTConfig
-from .data import require
+from ..demo.data import require
 
 MIB = 2**20
 
@@ -57,14 +56,10 @@ def run(args: argparse.Namespace) -> int:
 
 def compare(name: str, args: argparse.Namespace) -> None:
     """Both runs of one task, their table on standard output, ``demo_<task>.png`` and ``demo_<task>.json``."""
-    from . import plot, tasks, train
+    from ..demo import plot, tasks, train
 
     task = tasks.vision() if name == "vision" else tasks.text(args.lora, args.steps)
     config = HOTConfig.from_preset(args.preset, seed=args.seed)
-    if args.lora and name == "text":
-        config = replace(
-            config, lora=True
-        )  # a frozen base keeps nothing anyway: the adapters are what there is to pack
     print(f"\n{task.what}\n")
     report = train.coverage(task, config)
     print(f"{report}\n")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from importlib.util import find_spec
 from pathlib import Path
 
-from .budget import Choice
-from .planfile import SelectedPlan
+from ..selected_plan import Choice, SelectedPlan, input_with_block, kept_with_block
 
 
 def plot(plan: SelectedPlan, path: str | Path) -> None:
@@ -23,7 +22,7 @@ def plot(plan: SelectedPlan, path: str | Path) -> None:
     axes = figure.subplots(3, 1, sharex=True)
     budget = ", ".join(f"{name}={value}" for name, value in plan.budget.items())
     figure.suptitle(f"{plan.model}, {budget}: {plan.bytes / 2**20:,.2f} of {plan.exact_bytes / 2**20:,.2f} MiB kept")
-    for axis, what, label in ((axes[0], "grad_input", _input_label), (axes[1], "grad_weight", _kept_label)):
+    for axis, what, label in ((axes[0], "grad_input", input_with_block), (axes[1], "grad_weight", kept_with_block)):
         for kind, members in _by(plan, label).items():
             scores = [(i, getattr(layer, what)) for i, layer in members if getattr(layer, what) is not None]
             if scores:
@@ -36,7 +35,7 @@ def plot(plan: SelectedPlan, path: str | Path) -> None:
         axis.set_ylim(bottom=0)
         axis.legend(fontsize=7, ncols=4, loc="upper left", bbox_to_anchor=(0, 1.25), frameon=False)
     axes[2].bar(range(len(plan.layers)), [x.exact_bytes / 2**10 for x in plan.layers.values()], color="lightgrey")
-    for _, members in _by(plan, _kept_label).items():
+    for _, members in _by(plan, kept_with_block).items():
         axes[2].bar([i for i, _ in members], [layer.bytes / 2**10 for _, layer in members])
     axes[2].set(ylabel="KiB kept (grey: exact)", xlabel="layer")
     if len(plan.layers) <= 40:
@@ -47,15 +46,5 @@ def plot(plan: SelectedPlan, path: str | Path) -> None:
 def _by(plan: SelectedPlan, label) -> dict[str, list[tuple[int, Choice]]]:
     groups: dict[str, list[tuple[int, Choice]]] = {}
     for i, layer in enumerate(plan.layers.values()):
-        groups.setdefault(label(layer), []).append((i, layer))
+        groups.setdefault(label(layer.plan), []).append((i, layer))
     return dict(sorted(groups.items()))
-
-
-def _input_label(layer: Choice) -> str:
-    exact = layer.plan.grad_input_bits is None
-    return layer.plan.label().split(" / ")[0] + ("" if exact else f" H{layer.plan.block_size}")
-
-
-def _kept_label(layer: Choice) -> str:
-    block = f" H{layer.plan.block_size}" if layer.plan.activation_format == "ht_int4" else ""
-    return layer.plan.label().split(" / ")[1] + block

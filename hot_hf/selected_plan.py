@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
@@ -11,10 +10,8 @@ from typing import Any
 
 from torch import nn
 
-from ..config import HOTConfig
-from ..layer_plan import PLAN_FIELDS, Plan
-from .budget import Choice
-from .sums import Score
+from ._version import __version__
+from .plan import Plan, without_retired
 
 PLAN_NAME = "hot_plan.json"
 FORMAT = 1
@@ -22,11 +19,51 @@ _KEYS = ("format", "hot_hf", "model", "budget", "config", "layers")
 _BUDGET = ("selection", "max_grad_error", "max_bytes")
 
 
+@dataclass(frozen=True)
+class Score:
+    """What was measured of one candidate, against the exact gradient, over all micro-batches and ranks.
+
+    * ``error``: relative Frobenius error of single gradients, ``sqrt(sum |e_k|^2 / sum |g_k|^2)``;
+    * ``accumulated``: that of their sum, ``|sum e_k| / |sum g_k|``: what an optimizer moves by;
+    * ``repeated``: share of the error that is the same every time, ``|sum e_k|^2 / (K sum |e_k|^2)``: 1 / K where
+      errors are independent, 1 where they repeat;
+    * ``shrinkage``: ``sum <e_k, g_k> / sum |g_k|^2``, negative where gradients come out too short.
+    """
+
+    error: float = 0.0
+    accumulated: float = 0.0
+    repeated: float = 0.0
+    shrinkage: float = 0.0
+
+    @property
+    def bound(self) -> float:
+        """What a budget compares with."""
+        return max(self.error, self.accumulated)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What one layer does and what was measured of it: scores are None where nothing was.
+
+    ``bytes`` and ``exact_bytes`` in one micro-batch, counted at the first layer that keeps a shared copy;
+    ``operations`` as a share of those of exact products; ``batches`` gradients were measured, over all ranks.
+    """
+
+    plan: Plan
+    grad_input: Score | None = None
+    grad_weight: Score | None = None
+    bytes: int = 0
+    exact_bytes: int = 0
+    operations: float = 1.0
+    batches: int = 0
+
+
 @dataclass
 class SelectedPlan:
-    """``of(model)`` after the choice, ``save`` and ``load``, ``config()`` to use it again; ``print`` it for a table.
+    """``of(model)`` after the choice, ``save`` and ``load``; ``HOTConfig.from_plan`` uses it again; ``print`` it for a
+    table.
 
-    ``config`` holds the HOTConfig that was measured with, without its budget, which is in ``budget``.
+    ``config_settings`` are those of the HOTConfig that was measured with, without its budget, which is in ``budget``.
     """
 
     model: str
@@ -42,8 +79,6 @@ class SelectedPlan:
         Raises:
             ValueError: when it has chosen nothing (yet).
         """
-        from .. import __version__
-
         states = [m.hot for m in model.modules() if getattr(m, "hot", None) is not None and m.hot.choice is not None]
         if not states:
             raise ValueError(
@@ -56,13 +91,6 @@ class SelectedPlan:
         layers = {hot.name: hot.choice for hot in states}
         found = {name: value for name, value in budget.items() if value is not None}
         return cls(type(model).__name__.removeprefix("HOT"), found, settings, layers, __version__)
-
-    def config(self, **changes) -> HOTConfig:
-        """The configuration it stands for: one override per layer, nothing to measure. ``changes`` are fields of it;
-        an ``overrides`` among them comes after the plan's."""
-        planned = {glob.escape(name): asdict(layer.plan) for name, layer in self.layers.items()}
-        overrides = {**self.config_settings.get("overrides", {}), **planned, **changes.pop("overrides", {})}
-        return HOTConfig.from_dict({**self.config_settings, **changes, "overrides": overrides})
 
     def save(self, path: str | Path) -> Path:
         """Write it as JSON and return the path."""
@@ -98,7 +126,6 @@ class SelectedPlan:
         for name, layer in values["layers"].items():
             try:
                 layers[name] = _choice(layer)
-                HOTConfig(**{key: getattr(layers[name].plan, key) for key in PLAN_FIELDS})
             except (TypeError, KeyError, AttributeError, ValueError) as error:
                 raise ValueError(f"{path}: layer {name!r} is not as SelectedPlan.save writes it ({error}).") from None
         return cls(values["model"], values["budget"], values["config"], layers, values["hot_hf"])
@@ -117,13 +144,11 @@ class SelectedPlan:
         """A row per layer: plan, errors of single gradients and of their sum, bytes, bit operations."""
         table = [("layer", "g_x", "error", "summed", "kept", "error", "summed", "KiB", "of", "operations")]
         for name, layer in self.layers.items():
-            bits, kept = layer.plan.label().split(" / ")
-            block = f" H{layer.plan.block_size}"
             table.append((
                 name,
-                bits if layer.plan.grad_input_bits is None else bits + block,
+                input_with_block(layer.plan),
                 *_errors(layer.grad_input),
-                kept + (block if layer.plan.activation_format == "ht_int4" else ""),
+                kept_with_block(layer.plan),
                 *_errors(layer.grad_weight),
                 f"{layer.bytes / 2**10:,.1f}",
                 f"{layer.exact_bytes / 2**10:,.1f}",
@@ -145,7 +170,17 @@ class SelectedPlan:
 
 def _choice(values: dict[str, Any]) -> Choice:
     scores = {k: None if values[k] is None else Score(**values[k]) for k in ("grad_input", "grad_weight")}
-    return Choice(**{**values, **scores, "plan": Plan(**values["plan"])})
+    return Choice(**{**values, **scores, "plan": Plan(**without_retired(values["plan"]))})
+
+
+def input_with_block(plan: Plan) -> str:
+    """``INT8 per_token H16``."""
+    return plan.input_label + ("" if plan.grad_input_bits is None else f" H{plan.block_size}")
+
+
+def kept_with_block(plan: Plan) -> str:
+    """``ht_int4 H16``."""
+    return plan.kept_label + (f" H{plan.block_size}" if plan.activation_format == "ht_int4" else "")
 
 
 def _errors(score: Score | None) -> tuple[str, str]:

@@ -10,16 +10,15 @@ from __future__ import annotations
 import argparse
 import platform
 from collections.abc import Iterator
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
-from . import ops, tune
-from .config import HOTConfig
-from .ops import FORMATS, backends, cpu, formats, reference
-from .ops.cpu import products
-from .ops.grid import BITS, arrangement
+from .. import ops
+from ..config import HOTConfig
+from ..ops import FORMATS, REFERENCE, dispatch, operators
+from ..ops.cpu import BACKEND, products
+from . import widths
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft")
 # The scales multiply exact integers in two float32 products, in any order a backend likes: 2 * 2^-24, twice over.
@@ -66,39 +65,11 @@ def describe(device: torch.device) -> str:
 def kernels_for(device: torch.device) -> str:
     """Which kernels serve ``device``, or why none do."""
     if device.type == "cpu":
-        if not cpu.warm_up():
+        if not BACKEND.warm_up():
             return "plain torch instead of kernels: they could not be built (the log says why)"
         return f"compiled kernels, int8 products {'on AMX tiles' if products.has_amx() else 'by torch'}"
-    reason = backends.why_no_kernels(device.type, device.index)
+    reason = dispatch.why_no_kernels(device.type, device.index)
     return "Triton kernels" if reason is None else f"plain torch instead of kernels: {reason}"
-
-
-def _compress_grid(x: torch.Tensor, bits: int, rank: int, grid: list[int], per_feature: bool, rounding: str, seed: int):
-    how = arrangement(x.shape[0], tuple(grid), rank, x.device)
-    rows = reference.project_tokens(how.gather(x), reference.TOKEN_BLOCK).index_select(0, how.rows)
-    q, scale = reference.quantize(rows, bits, 0 if per_feature else None, rounding, seed)
-    return reference.pack_int4(q) if bits == 4 else q, scale
-
-
-def _grad_weight_grid(g: torch.Tensor, packed: torch.Tensor, scale: torch.Tensor, bits: int, columns: int, *rest):
-    *rest, dtype = rest
-    g_int, g_scale = _compress_grid(g, 8, *rest)
-    x_int = reference.unpack_int4(packed, columns) if bits == 4 else packed
-    return reference.scaled_product(g_int.t(), x_int, g_scale, scale, dtype)
-
-
-# The same arguments, computed by the reference.
-EXPECTED = {
-    ops.compress: lambda x, fmt, *rest: FORMATS[fmt].compress(reference, x, *rest),
-    ops.grad_input: partial(formats.grad_input, reference),
-    ops.grad_weight: lambda g, packed, scale, fmt, *rest: FORMATS[fmt].grad_weight(reference, g, packed, scale, *rest),
-    ops.grad_both: lambda g, weight, packed, scale, bits, fmt, *rest: formats.grad_both(
-        reference, g, weight, packed, scale, bits, FORMATS[fmt], *rest
-    ),
-    ops.compress_grid: _compress_grid,
-    ops.grad_weight_grid: _grad_weight_grid,
-}
-GRID = [1, 4, 6]  # four images of CLS and 4 x 6 patches are 100 tokens
 
 
 def _cases(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Iterator[tuple]:
@@ -109,16 +80,11 @@ def _cases(g: torch.Tensor, x: torch.Tensor, weight: torch.Tensor) -> Iterator[t
             yield name, ops.grad_input, g, weight, bits, 16, per_token, "nearest", 0, torch.float32
     for fmt in FORMATS:
         yield f"compress {fmt}", ops.compress, x, fmt, 8, 16, True, "stochastic", 5
-        packed, scale = EXPECTED[ops.compress](x, fmt, 8, 16, True, "nearest", 0)
+        packed, scale = ops.compress.on_backend(REFERENCE, x, fmt, 8, 16, True, "nearest", 0)
         settings = (x.shape[1], 8, 16, True, "nearest", 0, torch.float32)
         yield f"grad_weight {fmt}", ops.grad_weight, g, packed, scale, fmt, *settings
         settings = (8, 16, True, True, "nearest", 0, torch.float32, torch.float32)
         yield f"grad_both {fmt}", ops.grad_both, g, weight, packed, scale, 8, fmt, *settings
-    for fmt, bits in BITS.items():
-        yield f"compress_grid {fmt}", ops.compress_grid, x, bits, 8, GRID, True, "stochastic", 5
-        packed, scale = _compress_grid(x, bits, 8, GRID, True, "nearest", 0)
-        settings = (x.shape[1], 8, GRID, True, "nearest", 0, torch.float32)
-        yield f"grad_weight_grid {fmt}", ops.grad_weight_grid, g, packed, scale, bits, *settings
 
 
 def _difference(actual, expected) -> float:
@@ -141,9 +107,9 @@ def self_check(device: torch.device, seed: int = 0) -> list[tuple[str, str, str]
     weight = torch.randn(96, 80, generator=generator)
     rows = []
     for name, op, *arguments in _cases(g, x, weight):
-        expected = EXPECTED[op](*arguments)
+        expected = op.on_backend(REFERENCE, *arguments)
         moved = [a.to(device) if isinstance(a, torch.Tensor) else a for a in arguments]
-        backend = ops.backend_for(moved[0]).__name__.removeprefix("hot_hf.ops.")
+        backend = operators.backend_for(moved[0]).name
         try:
             difference = _difference(op(*moved), expected)
             verdict = "ok" if difference <= TOLERANCE else f"WRONG: off by {difference:.2g}"
@@ -175,7 +141,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"--tokens must be at least 1, got {args.tokens}")
         config = HOTConfig.from_preset(args.preset)
         for device in chosen:
-            timings = tune.measure_widths(config, args.tokens, getattr(torch, args.dtype), device)
+            timings = widths.measure_widths(config, args.tokens, getattr(torch, args.dtype), device)
             title = f"{device}: forward and backward of one layer, {args.tokens:,} tokens, {args.dtype}, {args.preset}"
-            print("\n" + tune.report(timings, title))
+            print("\n" + widths.report(timings, title))
     return 1 if bad else 0

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from .prediction import METHODS, OPTIMIZERS, TASKS, Estimate, Estimator, largest_batch
+from ..memory.prediction import METHODS, OPTIMIZERS, TASKS, Estimate, Estimator, largest_batch
 
 DEFAULT_METHODS = (
     "exact",

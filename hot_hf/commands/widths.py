@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
-from .config import HOTConfig
-from .patching import apply_hot
+from ..config import HOTConfig
+from ..patching import apply_hot
 
 WIDTHS = (64, 128, 256, 512, 1024, 2048)
 ROUNDS = 15
