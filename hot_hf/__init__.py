@@ -1,8 +1,9 @@
 """Hadamard-based optimized training (HOT) for Hugging Face models."""
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
-from ._version import __version__
+from ._version import __version__ as __version__
 from .config import HOTConfig
 from .layers import HOTLinear
 from .patching import HOTPatchError, apply_hot, remove_hot, report_of
@@ -12,6 +13,10 @@ from .saving import config_of
 from .selected_plan import SelectedPlan
 from .selection import fix_selection
 
+if TYPE_CHECKING:
+    from .auto import install, uninstall
+    from .callback import HOTCallback
+
 __all__ = [
     "CoverageReport",
     "HOTCallback",
@@ -20,7 +25,6 @@ __all__ = [
     "HOTPatchError",
     "Plan",
     "SelectedPlan",
-    "__version__",
     "apply_hot",
     "config_of",
     "fix_selection",

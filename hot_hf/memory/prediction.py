@@ -331,9 +331,13 @@ def estimate(source: Any, batch: int = 8, length: int | None = None, method: str
 
     Args:
         source: a transformers configuration, a dict with ``model_type``, a local folder or JSON file, or a hub name.
-        batch, length: sequences (or images) per step and tokens per sequence, without padding.
+        batch: sequences (or images) per step.
+        length: tokens per sequence, without padding.
         method: a '+'-joined list of METHODS: "exact", "hot" or a preset, "block", "lora", "checkpointing".
-        optimizer: one of OPTIMIZERS. lora: rank of adapters on all linear layers, for methods with "lora".
+
+    Keyword Args:
+        optimizer: one of OPTIMIZERS.
+        lora: rank of adapters on all linear layers, for methods with "lora".
         dtype: of the weights. Training is in that type, or with autocast=torch.bfloat16 (or float16) under autocast, as
             with ``TrainingArguments(bf16=True)``.
         task: as the ``task`` of hot-hf estimate, when the configuration names no architecture.
