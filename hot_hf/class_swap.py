@@ -83,6 +83,14 @@ def restore(module: Swapped) -> None:
     swap(module, original_class(module))
 
 
+def release(module: Swapped, attribute: str) -> None:
+    """Take off the state by which a swapped module differs, and its class; where something else has put its own on top
+    since, ours stays below it and does nothing without that state."""
+    delattr(module, attribute)
+    if not has_changed(module):
+        restore(module)
+
+
 def own_forward(module: nn.Module) -> Callable | None:
     """A forward that ``module`` carries itself, so that its class's would never run; None where there is none, or one
     that ``swap`` takes along: what accelerate's hooks call, and the plain method that they leave behind."""

@@ -15,7 +15,7 @@ from .plan import PLAN_FIELDS, Plan, without_retired
 from .selected_plan import SelectedPlan
 
 CONFIG_NAME = "hot_config.json"
-COMPRESSIONS = ("inputs", "block")
+COMPRESSIONS = ("auto", "inputs", "block", "checkpoint")
 BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
@@ -93,10 +93,19 @@ class HOTConfig(Plan):
         default=True, metadata={"help": "Layers that read the same tensor (q/k/v, gate/up) keep one packed copy."}
     )
     compress: str = field(
-        default="inputs",
+        default="auto",
         metadata={
-            "help": "inputs: the kept inputs of patched layers; block: also what norms, activation functions, "
-            "attention, products and dropout keep in the blocks around them (docs/memory.md)."
+            "help": "inputs: the kept inputs of patched layers alone; block: also what norms, activation functions, "
+            "attention, products and dropout keep in the blocks around them; checkpoint: of each block its input, "
+            "packed, from which it runs again; auto: inputs, and where gradient checkpointing is switched on, packed "
+            "inputs of its blocks (docs/memory.md)."
+        },
+    )
+    chunked_loss: bool = field(
+        default=True,
+        metadata={
+            "help": "Compute a token-wise cross-entropy in chunks of tokens, so that logits of (tokens x vocabulary) "
+            "are never held; they are made where something else reads them (docs/memory.md)."
         },
     )
     lqs_batches: int = field(default=4, metadata={"help": "Micro-batches that lqs measures, exact meanwhile."})
@@ -140,7 +149,7 @@ class HOTConfig(Plan):
             if not isinstance(value, (list, tuple)) or not all(isinstance(p, str) for p in value):
                 raise ValueError(f"HOTConfig.{name}={value!r} must be a list of strings, for example ['*.q_proj'].")
             setattr(self, name, list(value))
-        for name in ("skip_heads", "share"):
+        for name in ("skip_heads", "share", "chunked_loss"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"HOTConfig.{name}={getattr(self, name)!r} must be True or False.")
         if self.lora is not None and not isinstance(self.lora, bool):

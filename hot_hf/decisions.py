@@ -66,7 +66,8 @@ class Decider:
 
     def __init__(self, model: nn.Module, config: HOTConfig) -> None:
         self.model, self.config = model, config
-        self.heads = _heads(model)
+        self.heads = output_heads(model)
+        self._head_ids = {id(head) for head in self.heads}
 
     def __call__(self, name: str, module: nn.Module) -> Decision:
         config = self.config
@@ -86,7 +87,7 @@ class Decider:
             return NOT_INCLUDED
         if any(matches(name, p) for p in config.exclude):
             return EXCLUDED
-        if config.skip_heads and (id(module) in self.heads or any(matches(name, p) for p in HEAD_PATTERNS)):
+        if config.skip_heads and (id(module) in self._head_ids or any(matches(name, p) for p in HEAD_PATTERNS)):
             return HEAD
         cls = original_class(module)
         if kind_of(module) is None and cls.__name__ not in config.linear_classes:
@@ -110,16 +111,16 @@ class Decider:
         return None if dtype in SUPPORTED_DTYPES else f"unsupported dtype {dtype}"
 
 
-def _heads(model: nn.Module) -> set[int]:
-    """The linear layers that make up the output embedding, by id: PEFT's wrappers hold several, each a head."""
+def output_heads(model: nn.Module) -> list[nn.Module]:
+    """The linear layers that make up the output embedding: PEFT's wrappers hold several, each a head."""
     getter = getattr(model, "get_output_embeddings", None)
     try:
         head = getter() if callable(getter) else None
     except NotImplementedError:  # transformers: models without one
         head = None
     if not isinstance(head, nn.Module):
-        return set()
-    return {id(m) for name, m in head.named_modules() if is_linear(m) and not _ADAPTER.match(f"{name}.")}
+        return []
+    return [m for name, m in head.named_modules() if is_linear(m) and not _ADAPTER.match(f"{name}.")]
 
 
 def _base_is_frozen(adapted: nn.Module) -> bool:

@@ -13,6 +13,7 @@ from torch import Tensor
 from . import ops
 from .buffer import shared
 from .plan import Plan
+from .saved_hooks import is_dropped
 
 
 def exact_types(device_type: str):
@@ -42,11 +43,15 @@ def keep(x: Tensor, plan: Plan, seed: int, share: bool) -> tuple[Tensor, Tensor 
     block_size = ops.FORMATS[plan.activation_format].kept_block(plan.block_size)
     settings = (plan.activation_format, plan.rank, block_size, _per_feature(plan), plan.rounding)
 
+    # In the forward of a checkpoint only shape and type of what is saved are looked at: memory without values does.
+    dropped = not torch.compiler.is_compiling() and is_dropped()
+
     def compress() -> tuple[Tensor, Tensor]:
-        return ops.compress(x.detach().reshape(-1, x.shape[-1]), *settings, seed)
+        rows = x.detach().reshape(-1, x.shape[-1])
+        return ops.compress.fake(rows, *settings, seed) if dropped else ops.compress(rows, *settings, seed)
 
     # Not keyed by the seed: layers that read one tensor keep one copy, rounded with the seed of the first of them.
-    return shared(x, settings, compress) if share else compress()
+    return shared(x, settings, compress) if share and not dropped else compress()
 
 
 def grad_input(g: Tensor, weight: Tensor, plan: Plan, seed: int, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .block import HOTBlockMixin, compress_blocks, restore_blocks
+from .block import compress_blocks, notes_on_blocks, restore_blocks
 from .class_swap import has_changed, original_class, own_forward, restore, swap, swapped_class
 from .config import HOTConfig
 from .decisions import (
@@ -24,8 +24,9 @@ from .decisions import (
     matches,
     named_linears,
 )
-from .layer_kinds import hot_layers, is_linear, kind_of, kind_or_linear
+from .layer_kinds import is_linear, kind_of, kind_or_linear
 from .layers import HOTMixin, HOTState, Probe, is_dtensor
+from .logits import defer_heads, notes_on_heads, restore_heads
 from .ops import backend_for
 from .report import UNSEEN, CoverageReport, ModuleRow, trains
 from .rounding import StepClock
@@ -118,11 +119,18 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     for name, module, decision in to_patch:
         _patch(canonical_name(name), module, decision, config, clock, budget)
     _warm_up([module for _, module, _ in to_patch])
-    if config.compress == "block":
-        report.notes += compress_blocks(model)
+    compress_blocks(model, config)
+    if config.chunked_loss:
+        defer_heads(decide.heads)
+    report.notes += _notes(model, config, decide)
     if (advice := advice_on_adapters(model)) is not None:
         warnings.warn(advice, stacklevel=2)
     return report
+
+
+def _notes(model: nn.Module, config: HOTConfig, decide: Decider) -> list[str]:
+    notes = notes_on_blocks(model, config)
+    return notes + (notes_on_heads(model, decide.heads) if config.chunked_loss else [])
 
 
 def _warm_up(layers: list[nn.Module]) -> None:
@@ -174,8 +182,7 @@ def report_of(model: nn.Module) -> CoverageReport | None:
             report.rows.append(ModuleRow.of(name, module, None, label))
         else:
             report.rows.append(ModuleRow.of(name, module, decide(name, module).reason or UNSEEN, ""))
-    if blocks := sum(isinstance(m, HOTBlockMixin) for m in model.modules()):
-        report.notes.append(f"compress='block': {blocks} blocks")
+    report.notes += _notes(model, found[0][0], decide)
     if len(found) > 1:
         report.notes.append(f"{len(found)} configurations: apply_hot was called on parts of the model")
     return report
@@ -199,8 +206,8 @@ def advice_on_adapters(model: nn.Module) -> str | None:
     configs = [config for config, _ in configurations(model)]
     if not adapters or not any(config.lora is False for config in configs):
         return None
-    block = any(config.compress == "block" for config in configs)
-    saves = "saves memory only by compress='block'" if block else "saves no memory"
+    block = next((config.compress for config in configs if config.compress in ("block", "checkpoint")), None)
+    saves = "saves no memory" if block is None else f"saves memory only by compress={block!r}"
     return (
         f"hot_hf: every patched layer is frozen and only the adapters train, so HOT keeps nothing, {saves}, and "
         "its gradients are inexact all the same. Without HOTConfig(lora=False) the lora_A are patched as well, whose "
@@ -241,16 +248,16 @@ def remove_hot(model: nn.Module) -> list[str]:
 
 
 def _unpatch(model: nn.Module) -> list[str]:
-    swapped = [(n, m) for n, m in model.named_modules() if isinstance(m, (HOTMixin, HOTBlockMixin))]
+    swapped = [(n, m) for n, m in model.named_modules() if isinstance(m, HOTMixin)]
     for name, module in swapped:
         if has_changed(module):
             raise HOTPatchError(
                 f"{name or 'the root module'} is a {type(module).__name__} since apply_hot, as parametrizations and "
                 "fully_shard do; undo that first, then call remove_hot or apply_hot."
             )
-    names = [name for name, module in swapped if isinstance(module, HOTMixin)]
     restore_blocks(model)
-    for layer in hot_layers(model):
+    restore_heads(model)
+    for _, layer in swapped:
         restore(layer)
         del layer.hot
-    return names
+    return [name for name, _ in swapped]

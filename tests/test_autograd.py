@@ -182,7 +182,7 @@ def test_checkpointing_while_lqs_measures(reentrant):
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_model_checkpointing(family, reentrant):
     """C37: transformers' own gradient checkpointing on Llama and ViT, in both modes."""
-    model = patched(family[0](), activation_format="hla_int4", rounding="stochastic")
+    model = patched(family[0](), activation_format="hla_int4", rounding="stochastic", compress="inputs")
     other, batch = twin(model), family[1]()
     other.train().gradient_checkpointing_enable({"use_reentrant": reentrant})
     other.enable_input_require_grads()

@@ -20,7 +20,7 @@ FORMATS = ["ht_int4", "hla_int8", "none"]
 
 def pair(fmt: str = "ht_int4", layers: int = 4, **settings):
     model = tiny_llama(layers=layers)
-    apply_hot(model, HOTConfig(activation_format=fmt, **settings))
+    apply_hot(model, HOTConfig(activation_format=fmt, compress="inputs", **settings))
     return model.train(), twin(model).train()
 
 

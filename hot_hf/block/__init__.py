@@ -1,6 +1,6 @@
-"""Block compression: what a whole transformer block keeps for its backward, in int8 where its consumers allow."""
+"""What a whole block keeps for its backward: packed in int8 where its consumers allow, or its packed input alone."""
 
 from .find import find_blocks
-from .module import HOTBlockMixin, compress_blocks, restore_blocks
+from .module import HOTBlockMixin, compress_blocks, notes_on_blocks, restore_blocks
 
-__all__ = ["HOTBlockMixin", "compress_blocks", "find_blocks", "restore_blocks"]
+__all__ = ["HOTBlockMixin", "compress_blocks", "find_blocks", "notes_on_blocks", "restore_blocks"]

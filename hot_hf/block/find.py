@@ -8,14 +8,15 @@ from torch import nn
 def find_blocks(model: nn.Module) -> dict[str, nn.Module]:
     """The outermost repeated units of ``model`` by name: transformers' checkpointing layers, or, where there are none,
     the elements of its ModuleLists and Sequentials that have layers of their own."""
-    found = _outermost(model, lambda module, parent: _checkpointable(module))
+    found = _outermost(model, lambda module, parent: is_checkpointing_layer(module))
     return found or _outermost(
         model, lambda module, parent: isinstance(parent, (nn.ModuleList, nn.Sequential)) and any(module.children())
     )
 
 
-def _checkpointable(module: nn.Module) -> bool:
-    # By name, so that transformers need not be imported for a plain torch model.
+def is_checkpointing_layer(module: nn.Module) -> bool:
+    """Whether ``module`` is a unit of transformers' checkpointing; by name, so that transformers need not be
+    imported for a plain torch model."""
     return any(cls.__name__ == "GradientCheckpointingLayer" for cls in type(module).__mro__)
 
 

@@ -23,6 +23,8 @@ class Codec:
 
 INT8 = Codec("int8", 32)
 EXACT = None
+# The input of a checkpointed block: docs/results/block_errors.md.
+BOUNDARY = INT8
 
 # kind: how what its functions save is held
 CODECS: dict[str, Codec | None] = {

@@ -114,7 +114,8 @@ def _check(op: str, bits: int = 8, fmt: str | None = None, rank: int = 1, **matr
 
 def _operator(schema: str, fake: Callable) -> Callable:
     """Register ``function(backend, tensor, ...)`` as the operator ``hot_hf::NAME(tensor, ...)``, computed by the
-    backend of its first tensor; as ``NAME.on_backend`` it stays callable with a backend of one's choice."""
+    backend of its first tensor. ``NAME.on_backend`` is ``function``, for a backend of one's choice; ``NAME.fake`` gives
+    results of the right shapes without computing them."""
 
     def register(function: Callable):
         def dispatched(*args):
@@ -123,7 +124,7 @@ def _operator(schema: str, fake: Callable) -> Callable:
         op = custom_op(f"hot_hf::{function.__name__}", dispatched, mutates_args=(), schema=schema)
         op.register_fake(fake)
         op.register_autograd(_refuse_double_backward)
-        op.__doc__, op.on_backend = function.__doc__, function
+        op.__doc__, op.on_backend, op.fake = function.__doc__, function, fake
         return op
 
     return register
