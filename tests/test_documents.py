@@ -39,16 +39,16 @@ def test_the_readme_shows_a_report_as_it_is_printed():
     assert [line[4:].rstrip() for line in block.splitlines()] == str(apply_hot(small_vit())).splitlines()
 
 
-def test_the_readme_names_every_environment_variable():
+def test_every_environment_variable_is_named():
     sources = "".join(path.read_text() for path in (ROOT / "hot_hf").rglob("*.py"))
     used = set(re.findall(r"""environ[^\n]*["'](HOT_HF_\w+)["']""", sources))
-    install = re.search(r"(?ms)^## Install$.*?(?=^## )", (ROOT / "README.md").read_text())[0]
-    assert len(used) >= 4 and set(re.findall(r"^\| `(HOT_HF_\w+)=", install, re.M)) == used
+    page = (ROOT / "docs/environment.md").read_text()
+    assert len(used) >= 4 and set(re.findall(r"^\| `(HOT_HF_\w+)=", page, re.M)) == used
 
 
 def test_the_readme_shows_the_three_ways_in():
     text = (ROOT / "README.md").read_text()
-    for way in ("from_pretrained(name, hot_config=HOTConfig())", "hot_hf.install()", "callbacks=[HOTCallback()]"):
+    for way in ("hot_config=HOTConfig())", "hot_hf.install()", "callbacks=[HOTCallback("):
         assert way in text
     assert "apply_hot(model, HOTConfig())" in text and "remove_hot(model)" in text
 
