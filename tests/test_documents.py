@@ -96,7 +96,7 @@ def test_the_readme_quotes_measured_losses():
             for r in csv.DictReader(file)
             if r["seed"] == "0" and r["steps"] == "60"
         }
-    starts = ("`HOTConfig()`", "`HOTConfig(sel", "exact", "SwitchBack", "INT8", "LUQ", "INT4", "LBP-WHT", "`paper()`")
+    starts = ("`HOTConfig()`", "`HOTConfig(max", "exact", "SwitchBack", "INT8", "LUQ", "INT4", "LBP-WHT", "`paper()`")
     methods = ("default", "budget-eighth", "bf16", "switchback", "int8", "luq", "int4", "lbp-wht", "paper")
     labels = dict(zip(starts, methods, strict=True))
     table = (ROOT / "README.md").read_text().split("| | sources | prose |\n|---|---|---|\n")[1].split("\n\n")[0]
