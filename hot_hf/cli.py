@@ -13,6 +13,7 @@ COMMANDS = {
         "estimate_memory",
         "predict training memory from a configuration, and the largest batch",
     ),
+    "fit": ("fit_memory", "choose what each block keeps, so that a step fits in so much memory"),
     "plan": ("show_plan", "show a plan that was selected by budget, as a table and a plot"),
 }
 

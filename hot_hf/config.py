@@ -16,28 +16,30 @@ from .selected_plan import SelectedPlan
 
 CONFIG_NAME = "hot_config.json"
 COMPRESSIONS = ("auto", "inputs", "block", "checkpoint")
+BLOCK_MODES = (*COMPRESSIONS, "exact")
 BYTE_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
-def byte_budget(value: int | str, exact: int) -> int:
+def byte_budget(value: int | str, exact: int | None = None, name: str = "max_bytes") -> int:
     """``HOTConfig.max_bytes`` in bytes: a whole number, ``"24MB"`` or ``"1.5GiB"``, or ``"12.5%"`` of ``exact``.
 
     Raises:
-        ValueError: for anything else, and for what is not above 0.
+        ValueError: for anything else, for a share where there is no ``exact``, and for what is not above 0.
     """
     bytes_ = None
     if isinstance(value, int) and not isinstance(value, bool):
         bytes_ = value
     elif isinstance(value, str) and (found := re.fullmatch(r"(\d+\.?\d*)\s*(%|[A-Za-z]*)", value.strip())):
         number, unit = float(found[1]), found[2].upper()
-        if unit == "%":
+        if unit == "%" and exact is not None:
             bytes_ = math.ceil(number * exact / 100)
         elif unit in BYTE_UNITS:
             bytes_ = int(number * BYTE_UNITS[unit])
     if bytes_ is None or bytes_ <= 0:
+        share = "" if exact is None else ", or a share of what exact training keeps, such as '12.5%'"
         raise ValueError(
-            f"HOTConfig.max_bytes={value!r} is no size: write a whole number of bytes above 0, a string such as '24MB' "
-            "or '1.5GiB', or a share of what exact training keeps, such as '12.5%'."
+            f"HOTConfig.{name}={value!r} is no size: write a whole number of bytes above 0, or a string such as '24MB' "
+            f"or '1.5GiB'{share}."
         )
     return bytes_
 
@@ -92,13 +94,22 @@ class HOTConfig(Plan):
     share: bool = field(
         default=True, metadata={"help": "Layers that read the same tensor (q/k/v, gate/up) keep one packed copy."}
     )
-    compress: str = field(
+    compress: str | dict[str, str] = field(
         default="auto",
         metadata={
             "help": "inputs: the kept inputs of patched layers alone; block: also what norms, activation functions, "
             "attention, products and dropout keep in the blocks around them; checkpoint: of each block its input, "
             "packed, from which it runs again; auto: inputs, and where gradient checkpointing is switched on, packed "
-            "inputs of its blocks (docs/memory.md)."
+            "inputs of its blocks. Or patterns on names of blocks to one of these or to exact, as without HOT; the "
+            "last match wins, and auto is for the rest (docs/memory.md)."
+        },
+    )
+    memory: int | str | None = field(
+        default=None,
+        metadata={
+            "help": "Choose compress for each block, at the first batch and where a larger one comes, so that the "
+            "predicted peak of a step (weights, gradients, optimizer state and activations) is at most this and the "
+            "step the fastest: bytes, or a string such as '20GiB' (docs/memory.md)."
         },
     )
     chunked_loss: bool = field(
@@ -139,7 +150,7 @@ class HOTConfig(Plan):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_one_of("compress", COMPRESSIONS)
+        self._check_compress()
         self._check_whole("seed", 0, 2**62)
         self._check_whole("min_features", 1)
         self._check_whole("lqs_batches", 1)
@@ -161,8 +172,32 @@ class HOTConfig(Plan):
         if not right:
             raise ValueError(f"HOTConfig.{name}={getattr(self, name)!r} must be {what}.")
 
+    def _check_compress(self) -> None:
+        if isinstance(self.compress, dict):
+            wrong = {p: m for p, m in self.compress.items() if not isinstance(p, str) or m not in BLOCK_MODES}
+            if wrong or not self.compress:
+                raise ValueError(
+                    f"HOTConfig.compress={wrong or self.compress!r} must map patterns on names of blocks to modes of "
+                    f"{list(BLOCK_MODES)}, for example {{'model.layers.*': 'block'}}."
+                )
+        else:
+            self._check_one_of("compress", COMPRESSIONS)
+        if self.memory is not None:
+            byte_budget(self.memory, name="memory")
+            if self.compress != "auto":
+                raise ValueError(
+                    f"HOTConfig.memory={self.memory!r} chooses compress for each block itself: leave "
+                    f"compress={self.compress!r} out."
+                )
+
     def _check_selection(self) -> None:
         error, size = self.max_grad_error, self.max_bytes
+        measures = self.selection or self.grad_input_granularity == "lqs" or error is not None or size is not None
+        if measures and isinstance(self.compress, dict) and "exact" in self.compress.values():
+            raise ValueError(
+                f"HOTConfig.compress={self.compress!r} has blocks that are exact, whose layers a selection could never "
+                "measure: exclude their layers instead."
+            )
         if self.selection is None and error is None and size is None:
             return
         if self.selection is None:
@@ -199,6 +234,12 @@ class HOTConfig(Plan):
 
     def _plan(self, changes: dict[str, Any]) -> Plan:
         return Plan(**{**{name: getattr(self, name) for name in PLAN_FIELDS}, **changes})
+
+    def compress_of(self, matches: Callable[[str], bool]) -> str:
+        """The mode of one block; ``matches`` tells whether a pattern of ``compress`` is for it."""
+        if isinstance(self.compress, str):
+            return self.compress
+        return next((mode for pattern, mode in reversed(self.compress.items()) if matches(pattern)), "auto")
 
     def plan(self, matches: Callable[[str], bool] = lambda pattern: False) -> Plan:
         """The plan of one layer; ``matches`` tells whether an override's pattern is for it."""

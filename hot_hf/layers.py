@@ -46,6 +46,7 @@ class HOTState:
     clock: StepClock
     probe: Probe | None = None  # while it measures
     choice: Choice | None = None  # what a budget has measured of the plan
+    paused: bool = False  # in a block that is exact: the layer is what it was
     called: bool = False
     meter: Meter | None = None
     traces: int = field(default_factory=lambda: torch_compile.traces)  # of any layer, before this one was patched
@@ -97,7 +98,7 @@ def _linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, part:
     # Counted without gradients too: the first pass of reentrant checkpointing is the forward of its step.
     step = hot.clock.forward() if plan.rounding == "stochastic" else 0
     needs_product = x.requires_grad or weight.requires_grad
-    if (plan.exact and hot.probe is None) or not needs_product or not torch.is_grad_enabled():
+    if (plan.exact and hot.probe is None) or hot.paused or not needs_product or not torch.is_grad_enabled():
         return F.linear(x, weight, bias)
     if not x.is_floating_point():
         raise TypeError(

@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from .block import compress_blocks, notes_on_blocks, restore_blocks
+from .block import compress_blocks, find_blocks, notes_on_blocks, restore_blocks, unmatched_blocks
 from .class_swap import has_changed, original_class, own_forward, restore, swap, swapped_class
 from .config import HOTConfig
 from .decisions import (
@@ -24,6 +24,7 @@ from .decisions import (
     matches,
     named_linears,
 )
+from .fit import fit_at_run, forget_fit, notes_on_fit
 from .layer_kinds import is_linear, kind_of, kind_or_linear
 from .layers import HOTMixin, HOTState, Probe, is_dtensor
 from .logits import defer_heads, notes_on_heads, restore_heads
@@ -94,6 +95,11 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
     config = copy.deepcopy(HOTConfig.coerce(config))
     linears = list(named_linears(model))
     _check_patterns(linears, config)
+    if missing := unmatched_blocks(model, config):
+        raise HOTPatchError(
+            f"HOTConfig.compress: {', '.join(map(repr, missing))} matches no block. Blocks of this model are "
+            f"{list(find_blocks(model))[:3]} and so on; patterns match full names."
+        )
     decide = Decider(model, config)
     under_fsdp = any(c.__name__ == "FSDPModule" for m in model.modules() for c in type(m).__mro__)
     report = CoverageReport.of(model)
@@ -120,6 +126,8 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
         _patch(canonical_name(name), module, decision, config, clock, budget)
     _warm_up([module for _, module, _ in to_patch])
     compress_blocks(model, config)
+    if config.memory is not None:
+        fit_at_run(model, config.memory)
     if config.chunked_loss:
         defer_heads(decide.heads)
     report.notes += _notes(model, config, decide)
@@ -129,7 +137,7 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
 
 
 def _notes(model: nn.Module, config: HOTConfig, decide: Decider) -> list[str]:
-    notes = notes_on_blocks(model, config)
+    notes = notes_on_blocks(model, config) + notes_on_fit(model)
     return notes + (notes_on_heads(model, decide.heads) if config.chunked_loss else [])
 
 
@@ -206,7 +214,7 @@ def advice_on_adapters(model: nn.Module) -> str | None:
     configs = [config for config, _ in configurations(model)]
     if not adapters or not any(config.lora is False for config in configs):
         return None
-    block = next((config.compress for config in configs if config.compress in ("block", "checkpoint")), None)
+    block = next((config.compress for config in configs if config.compress not in ("auto", "inputs")), None)
     saves = "saves no memory" if block is None else f"saves memory only by compress={block!r}"
     return (
         f"hot_hf: every patched layer is frozen and only the adapters train, so HOT keeps nothing, {saves}, and "
@@ -255,6 +263,7 @@ def _unpatch(model: nn.Module) -> list[str]:
                 f"{name or 'the root module'} is a {type(module).__name__} since apply_hot, as parametrizations and "
                 "fully_shard do; undo that first, then call remove_hot or apply_hot."
             )
+    forget_fit(model)
     restore_blocks(model)
     restore_heads(model)
     for _, layer in swapped:

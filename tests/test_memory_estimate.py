@@ -121,7 +121,7 @@ def test_autocast_of_an_accelerator_keeps_more_in_float32():
     seen = {}
     for device in ("cpu", "cuda"):
         estimator = Estimator(CONFIGS["llama"], length=64, method="exact", autocast=torch.float16, device=device)
-        with estimator.autocast.forward(), prediction._MetaForward(device):
+        with estimator.autocast.forward(), prediction.MetaForward(device):
             x = torch.ones(2, 8, 8, dtype=torch.float16)
             found = torch.softmax(x, -1), x.pow(2), x @ x, nn.functional.layer_norm(x.float() @ x.float(), (8,))
         seen[device] = [t.dtype for t in found]

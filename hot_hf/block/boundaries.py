@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from ..buffer import shared
 from ..saved_hooks import top_hooks
 from .context import SMALLEST
-from .hold import pack_groups, unpack_groups
+from .hold import is_fake, pack_groups, unpack_groups
 from .kinds import BOUNDARY
 
 own_checkpoint = partial(checkpoint, use_reentrant=False)
@@ -28,7 +28,7 @@ own_checkpoint = partial(checkpoint, use_reentrant=False)
 def _packable(value: Any) -> bool:
     return (
         isinstance(value, Tensor)
-        and type(value) is Tensor
+        and (type(value) is Tensor or is_fake(value))
         and not isinstance(value, nn.Parameter)
         and value.is_floating_point()
         and value.requires_grad

@@ -73,7 +73,7 @@ def _pointwise(func, logits, **kwargs):
 def _view(func, logits, *sizes, **kwargs):
     if kwargs or any(isinstance(s, torch.dtype) for s in sizes):
         return NotImplemented
-    shape = torch.empty(logits.shape, device="meta").reshape(*sizes).shape
+    shape = torch.empty((), device="meta").expand(logits.shape).view(*sizes).shape
     if not shape or shape[-1] != logits.shape[-1]:
         return NotImplemented
     return _reshaped(logits, lambda t: t.reshape(*shape[:-1], t.shape[-1]))

@@ -12,15 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from ..block import find_blocks
 from ..config import PRESETS, HOTConfig
+from ..dry_run import OPTIMIZERS as OPTIMIZERS
+from ..dry_run import FakeAutocast, MetaForward, device_type, optimizer_bytes
 from ..patching import apply_hot
 from ..selection import fix_selection
-from .autocast import FakeAutocast, cast, cast_for
 from .saved import Measurement, measure
 
 METHODS = ("exact", "hot", *(p for p in PRESETS if p != "default"), "block", "lora", "checkpointing")
@@ -31,7 +30,6 @@ TASKS = {  # without a task and an architecture, the first that the configuratio
     "sequence-classification": "AutoModelForSequenceClassification",
     "token-classification": "AutoModelForTokenClassification",
 }
-OPTIMIZERS = ("adamw", "adamw_8bit", "adafactor", "momentum", "sgd")
 
 
 @dataclass(frozen=True)
@@ -79,58 +77,6 @@ class Method:
         if presets or "hot" in parts or "block" in parts:
             changes: dict[str, Any] = {"compress": "block"} if "block" in parts else {}
             self.config = HOTConfig.from_preset(*presets or ["default"], **changes)
-
-
-class _MetaForward(TorchFunctionMode):
-    """What a meta tensor cannot answer, answered as real training without padding would.
-
-    Fused attention, whose choice depends on the device, keeps q, k, v, the mask, its output (laid out by token, as the
-    kernels write it) and one float32 logsumexp per row. On the CPU attention with dropout is not fused: its parts run.
-    """
-
-    def __init__(self, device: str) -> None:
-        super().__init__()
-        self.device = device
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        if func is torch.Tensor.__bool__:  # "is this mask all ones", "is nothing packed here"
-            return True
-        if func is F.scaled_dot_product_attention and (self.device != "cpu" or not _dropout(args, kwargs)):
-            if torch.is_autocast_enabled("cpu"):
-                args, kwargs = cast(args, kwargs, torch.get_autocast_dtype("cpu"))
-            mask = kwargs.get("attn_mask", args[3] if len(args) > 3 else None)
-            query, key, value = (kwargs.get(n, args[i] if i < len(args) else None) for i, n in enumerate(_QKV))
-            return _FusedAttention.apply(query, key, value, mask)
-        if func is F.dropout and self.device != "cpu":
-            return _device_dropout(*args, **kwargs)
-        args, kwargs = cast_for(func, self.device, args, kwargs)
-        return func(*args, **kwargs)
-
-
-_QKV = ("query", "key", "value")
-
-
-def _dropout(args, kwargs) -> float:
-    return kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
-
-
-def _device_dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
-    return torch.native_dropout(input, p, True)[0] if training and p else input  # keeps a mask of bool
-
-
-class _FusedAttention(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        *batch, heads, length, _ = query.shape
-        out = query.new_empty((*batch, length, heads, value.shape[-1])).transpose(-2, -3)
-        logsumexp = query.new_empty((*batch, heads, length), dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, mask, out, logsumexp)
-        return out
-
-    @staticmethod
-    def backward(ctx, grad):
-        raise RuntimeError("hot_hf.memory.estimate runs forwards only")
 
 
 def load_config(source: Any):
@@ -227,25 +173,6 @@ def default_length(config) -> int | None:
     return min(512, getattr(config, "max_position_embeddings", None) or 512)
 
 
-def optimizer_bytes(model: nn.Module, optimizer: str) -> int:
-    """State of ``optimizer`` for the trainable parameters, as torch, transformers and bitsandbytes allocate it."""
-    total = 0
-    for p in model.parameters():
-        if not p.requires_grad:
-            continue
-        if optimizer == "adamw":
-            total += 2 * p.numel() * p.element_size() + 4  # and the step
-        elif optimizer == "adamw_8bit":  # bitsandbytes: small tensors stay whole; one float32 scale per 256 values
-            total += 2 * (p.numel() + 4 * -(-p.numel() // 256)) if p.numel() >= 4096 else 8 * p.numel()
-        elif optimizer == "adafactor":
-            total += 4 * (p.numel() // p.shape[-1] + p.numel() // p.shape[-2] if p.dim() > 1 else p.numel())
-        elif optimizer == "momentum":
-            total += p.numel() * p.element_size()
-        elif optimizer != "sgd":
-            raise ValueError(f"optimizer {optimizer!r} is not known; choose one of {list(OPTIMIZERS)}.")
-    return total
-
-
 class Estimator:
     """One configuration under one method; ``at(batch)`` gives the Estimate. Arguments as ``estimate``."""
 
@@ -265,7 +192,7 @@ class Estimator:
         self.config = load_config(source)
         self.method = Method(method)
         self.length = length or default_length(self.config)
-        self.device = _device_type(device)
+        self.device = device_type(device)
         options = {"task": task, "dtype": dtype, "lora_rank": lora}
         self.model = build(self.config, self.method, **options)
         trainable = [p for p in self.model.parameters() if p.requires_grad]
@@ -286,7 +213,7 @@ class Estimator:
     def _measure(self, model: nn.Module, batch: int) -> Measurement:
         context = torch.autocast("cpu", enabled=False) if self.autocast is None else self.autocast.forward()
         try:
-            with context, _MetaForward(self.device):
+            with context, MetaForward(self.device):
                 return measure(model, example_batch(model, batch, self.length))
         except (NotImplementedError, RuntimeError) as error:  # routing by values, kernels without shapes
             raise ValueError(
@@ -313,17 +240,6 @@ class Estimator:
             recompute=recompute,
             kept=kept,
         )
-
-
-def _device_type(device: str | None) -> str:
-    """The type of ``device``; by default that of this machine's accelerator, or the CPU where it has none."""
-    if device is None:
-        found = torch.accelerator.current_accelerator(check_available=True)
-        return "cpu" if found is None else found.type
-    try:
-        return torch.device(device).type
-    except RuntimeError as error:
-        raise ValueError(f"device {device!r} is not one that torch knows: {str(error).splitlines()[0]}") from None
 
 
 def estimate(source: Any, batch: int = 8, length: int | None = None, method: str = "hot", **options) -> Estimate:

@@ -44,10 +44,14 @@ class FakeAutocast:
             for tensors in (module._parameters, module._buffers):
                 for name, old in tensors.items():
                     if old is not None and id(old) not in made:
-                        with self.mode:
-                            new = torch.empty_strided(old.shape, old.stride(), dtype=old.dtype, device="cpu")
+                        new = self.fake(old)
                         made[id(old)] = (nn.Parameter(new, old.requires_grad) if _is_parameter(old) else new, old)
                     tensors[name] = None if old is None else made[id(old)][0]
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        """A fake tensor of the same shape and type."""
+        with self.mode:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
 
     @contextmanager
     def forward(self) -> Iterator[None]:
