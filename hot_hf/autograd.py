@@ -27,7 +27,12 @@ class HOTFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(x, weight, bias, kept, scale, plan: Plan, seed: int) -> Tensor:
-        return F.linear(x, weight, bias)
+        y = F.linear(x, weight, bias)
+        # With a bias, and x of three dimensions or more, torch returns a view of the product, and autograd refuses to
+        # change a view in place that a Function has made. This is the same memory, not marked as a view.
+        if not torch.compiler.is_compiling() and y._is_view():
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        return y
 
     @staticmethod
     def setup_context(ctx, inputs, output) -> None:

@@ -90,6 +90,6 @@ class HOTExpertsMixin(HOTMixin):
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         self.hot.enter()
-        if self.hot.plan.exact or not torch.is_grad_enabled() or self._is_expert_parallel:
+        if self.hot.plan.exact or self.hot.paused or not torch.is_grad_enabled() or self._is_expert_parallel:
             return super(HOTMixin, self).forward(hidden_states, top_k_index, top_k_weights)
         return hot_experts_forward(self, hidden_states, top_k_index, top_k_weights)

@@ -29,7 +29,9 @@ class GranularityProbe:
         self.error_token: float | Tensor = 0.0
 
     def watch(self, y: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-        """Record in the backward of this output; returns it."""
+        """Record in the backward of this output; returns it, not marked as a view: a view that is changed in place gets
+        another node, and the hook were lost."""
+        y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(self.record)
         return y
 
