@@ -150,3 +150,24 @@ def test_audio_models_train(name, compress):
     assert found.keys() == wanted.keys()
     # INT8 of g and 4 bits of x through two blocks and a CTC loss: 0.05 to 0.15 was seen.
     assert whole_error(found, wanted) < 0.3
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+def test_a_weight_that_no_gradient_needs_may_change(config):
+    """A first layer's input needs no gradient: its weight may be changed before the backward, as after nn.Linear."""
+    layer, _ = pair(CONFIGS[config])
+    same = copy.deepcopy(layer)
+    x, weights = torch.randn(2, 8, 64), torch.randn(2, 8, 64)
+    y, wanted = layer(x), same(x)
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    (y * weights).sum().backward()
+    (wanted * weights).sum().backward()
+    assert torch.equal(layer.weight.grad, same.weight.grad)
+    layer, _ = pair(CONFIGS[config])
+    y = layer(x.requires_grad_())
+    with torch.no_grad():
+        layer.weight.mul_(2)
+    if "lqs" not in config and not layer.hot.plan.exact:  # an exact product saves its weight by itself
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (y * weights).sum().backward()

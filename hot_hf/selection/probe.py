@@ -75,12 +75,23 @@ class BudgetProbe:
             rows = x.detach().reshape(-1, x.shape[-1])
             columns = project_features(sample(rows)) if x.requires_grad else None
         kept = x.detach() if weight.requires_grad else None
-        return _Watch.apply(y, kept, columns, weight, self, self.recorded)
+        # Only what grad_input takes is saved: elsewhere the weight may change before the backward, as after nn.Linear.
+        multiplied = weight if x.requires_grad else None
+        return _Watch.apply(y, kept, columns, multiplied, weight.shape, self, self.recorded)
 
-    def record(self, g: Tensor, x: Tensor | None, columns: Tensor | None, weight: Tensor, turn: int) -> None:
-        """Add one backward. g (..., out); x (..., in) or None; columns: the projection of sampled x, or None."""
+    def record(
+        self,
+        g: Tensor,
+        x: Tensor | None,
+        columns: Tensor | None,
+        weight: Tensor | None,
+        shape: torch.Size,
+        turn: int,
+    ) -> None:
+        """Add one backward. g (..., out); x (..., in) or None; columns: the projection of sampled x, with the weight of
+        ``shape`` (out, in), or None for both."""
         self._waiting = 0
-        if weight.dim() != 2 or torch._C._functorch.is_functorch_wrapped_tensor(g):
+        if (weight is not None and weight.dim() != 2) or torch._C._functorch.is_functorch_wrapped_tensor(g):
             return  # weights that an engine has released
         g = sample(g.reshape(-1, g.shape[-1]))
         seed = layer_seed(self.budget.config.seed, self.name, turn)
@@ -89,7 +100,7 @@ class BudgetProbe:
             found.append((self.input_sums, *self._input_errors(g, weight, columns, seed)))
         if x is not None:
             x = sample(x.reshape(-1, x.shape[-1]))
-            found.append((self.weight_sums, *self._weight_errors(g, x, weight.shape, seed)))
+            found.append((self.weight_sums, *self._weight_errors(g, x, shape, seed)))
         # A non-finite gradient (a GradScaler's overflow step) says nothing about the layer.
         if all(bool(norms.isfinite().all()) for _, norms, _ in found):
             for sums, norms, sketches in found:
@@ -99,7 +110,7 @@ class BudgetProbe:
             element_size = (
                 self.shape.element_size if x is None and self.shape else (g if x is None else x).element_size()
             )
-            self.shape = Shape(self.tokens, *weight.shape, element_size, g.element_size(), self.stored)
+            self.shape = Shape(self.tokens, *shape, element_size, g.element_size(), self.stored)
 
     def _input_errors(self, g: Tensor, weight: Tensor, columns: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         dtype = compute_dtype(g)
@@ -165,14 +176,15 @@ class _Watch(torch.autograd.Function):
     place by what follows."""
 
     @staticmethod
-    def forward(ctx, y, x, columns, weight, probe, turn):
+    def forward(ctx, y, x, columns, weight, shape, probe, turn):
         ctx.save_for_backward(x, columns, weight)
-        ctx.probe, ctx.turn = probe, turn
+        ctx.shape, ctx.probe, ctx.turn = shape, probe, turn
         return y.clone()
 
     @staticmethod
     def backward(ctx, g):
         x, columns, weight = ctx.saved_tensors
         with torch.no_grad(), exact_types(g.device.type):
-            ctx.probe.record(g.detach(), x, columns, weight.detach(), ctx.turn)
-        return g, None, None, None, None, None
+            weight = None if weight is None else weight.detach()
+            ctx.probe.record(g.detach(), x, columns, weight, ctx.shape, ctx.turn)
+        return g, None, None, None, None, None, None
