@@ -114,7 +114,7 @@ def test_no_copy_is_made():
 
 
 def audio(name):
-    """(model, batch) of an audio model as small as its classes allow, with augmentation and layer drop as configured."""
+    """(model, batch) of a small audio model, with augmentation and layer drop as its configuration has them."""
     import transformers
 
     sizes = {

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from ..logits.deferred import DeferredLogits
+from ..saved_hooks import top_hooks
 from .functions import BitDropout, BitReLU, RecomputedAttention
 from .hold import Exact, Groups, Hook, Identity, Recipe, View, is_fake
-from .kinds import CODECS, KINDS, RECOMPUTED, Codec
+from .kinds import CODECS, KINDS, QUOTIENTS, RECOMPUTED, Codec
 
 # Below this a scale and a kernel launch cost more than the bytes are worth: statistics, biases, single rows.
 SMALLEST = 4096
@@ -28,14 +30,15 @@ class BlockContext(TorchFunctionMode):
     def __init__(self, codecs: dict[str, Codec | None] | None = None) -> None:
         super().__init__()
         self.codecs = CODECS if codecs is None else codecs
-        self.outer: tuple[Hook, Hook] | None = torch._C._autograd._top_saved_tensors_default_hooks(True)
+        self.outer: tuple[Hook, Hook] | None = top_hooks()
         self.codec: Codec | None = None  # of the function that is running
+        self.divisor: Tensor | None = None  # of the function that is running, where it has one
         self.differentiable: set[int] = set()  # storages of its arguments that need a gradient
         # One copy per tensor, for as long as this forward runs; the bytes themselves belong to the graph.
         self.held: dict[tuple, tuple[Identity, Any]] = {}
 
     def __enter__(self) -> BlockContext:
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, lambda held: held.value())
+        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self.hooks.__enter__()
         return super().__enter__()
 
@@ -47,13 +50,16 @@ class BlockContext(TorchFunctionMode):
     # Saved-tensor hook
 
     def pack(self, tensor: Tensor) -> Exact | Groups | Recipe | View:
-        if self.codec is None or not self.packable(tensor):
+        if self.codec is None or not self.packable(tensor) or self.is_divisor(tensor):
             return Exact(tensor, self.outer)
         held = self.find(tensor)
         if held is None:
             held = Groups(tensor, self.codec, self.outer)
             self.remember(tensor, held)
         return held
+
+    def unpack(self, held: Any) -> Tensor:
+        return held.value()
 
     def packable(self, tensor: Tensor) -> bool:
         return (
@@ -65,6 +71,9 @@ class BlockContext(TorchFunctionMode):
             and (tensor.requires_grad or tensor.untyped_storage()._cdata in self.differentiable)
             and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()  # not expanded
         )
+
+    def is_divisor(self, tensor: Tensor) -> bool:
+        return self.divisor is not None and Identity.key(tensor) == Identity.key(self.divisor)
 
     def find(self, tensor: Tensor) -> Any | None:
         entry = self.held.get(Identity.key(tensor))
@@ -79,13 +88,14 @@ class BlockContext(TorchFunctionMode):
 
     def __torch_function__(self, func: Callable, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
-        if not torch.is_grad_enabled():
+        if not torch.is_grad_enabled() or DeferredLogits in types or not self.decides():
             return func(*args, **kwargs)
         replacement = REPLACED.get(func)
         if replacement is not None and (out := replacement(self, *args, **kwargs)) is not NotImplemented:
             return out
         name = getattr(func, "__name__", "")
-        self.codec = self.codecs.get(KINDS.get(name, ""))
+        self.codec = self.codecs.get(KINDS.get(name, "")) if _is_smooth(name, args, kwargs) else None
+        self.divisor = _divisor(name, args, kwargs)
         if self.codec is not None:
             self.differentiable = {
                 a.untyped_storage()._cdata for a in args if isinstance(a, Tensor) and a.requires_grad
@@ -93,19 +103,25 @@ class BlockContext(TorchFunctionMode):
         try:
             out = func(*args, **kwargs)
         finally:
-            self.codec = None
+            self.codec = self.divisor = None
         if self.held and name in RECOMPUTED and isinstance(out, Tensor) and self.packable(out):
             self.note_recipe(func, args, kwargs, out)
         return out
+
+    def decides(self) -> bool:
+        """Whether what is saved here comes to this context: not inside a checkpoint, or other hooks, in its block. What
+        runs there must run alike when it is run again, outside of this context."""
+        return top_hooks() == (self.pack, self.unpack)
 
     def note_recipe(self, func: Callable, args: tuple, kwargs: dict, out: Tensor) -> None:
         """Remember how ``out`` is computed from what is held already, if it is, in case it is saved later."""
         if self.find(out) is not None:  # x.to(its own type) is x
             return
         ingredients, from_held = [], False
+        divisor = _divisor(getattr(func, "__name__", ""), args, kwargs)
         for a in args:
             if isinstance(a, Tensor):
-                held = self.find(a)
+                held = self.find(a) if a is not divisor else None
                 from_held = from_held or held is not None
                 if held is None:
                     if a.numel() >= SMALLEST and not isinstance(a, nn.Parameter) and a.shape[-1] > 1:
@@ -115,6 +131,20 @@ class BlockContext(TorchFunctionMode):
             ingredients.append(a)
         if from_held and not any(isinstance(v, Tensor) for v in kwargs.values()):
             self.remember(out, Recipe(func, tuple(ingredients), kwargs, out.shape))
+
+
+def _is_smooth(name: str, args: tuple, kwargs: dict) -> bool:
+    """Whether rounding its argument moves the function's derivative a little: of ``pow`` that of whole exponents."""
+    if name != "pow":
+        return True
+    exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
+    return isinstance(exponent, (int, float)) and exponent >= 1 and float(exponent).is_integer()
+
+
+def _divisor(name: str, args: tuple, kwargs: dict) -> Tensor | None:
+    """What a quotient divides by, where that is a tensor."""
+    found = args[1] if len(args) > 1 else kwargs.get("other")
+    return found if name in QUOTIENTS and isinstance(found, Tensor) else None
 
 
 def _attention(

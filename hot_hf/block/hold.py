@@ -18,6 +18,9 @@ from .kinds import Codec
 Hook = Callable[[Any], Any]
 
 
+FLOAT16_MAX = torch.finfo(torch.float16).max
+
+
 def is_fake(tensor: Tensor) -> bool:
     """Whether a tensor that is no Parameter has a device but no data, as in ``hot_hf.memory.estimate``."""
     return isinstance(tensor, FakeTensor) and not isinstance(tensor, torch.nn.Parameter)
@@ -45,6 +48,9 @@ def unpack_groups(packed: Tensor, scale: Tensor, codec: Codec, numel: int, dtype
     else:
         values = reference.unpack_int4(packed, codec.group).to(torch.float32).mul_(scale.to(torch.float32)[:, None])
         values = reference.hadamard(values, 16)
+    if dtype == torch.float16:
+        # Scales are bfloat16, up to 0.4% too large: what was finite stays finite.
+        values.clamp_(-FLOAT16_MAX, FLOAT16_MAX)
     return values.view(-1)[:numel].to(dtype)
 
 
@@ -161,7 +167,8 @@ class Recipe:
     @torch.no_grad()
     def value(self) -> Tensor:
         args = [a.value() if isinstance(a, HELD) else a for a in self.args]
-        return self.function(*args, **self.kwargs)
+        out = self.function(*args, **self.kwargs)
+        return out.clamp(-FLOAT16_MAX, FLOAT16_MAX) if out.dtype == torch.float16 else out
 
 
 class View:

@@ -1,5 +1,7 @@
 """Which consumer inside a block is given what for its backward: one row per kind.
 
+A consumer is packed only where its derivative has no pole, logarithm, jump or sign that a rounded value could cross.
+
 ``scripts/block_errors.py`` measures the error that each choice puts into the gradient of a whole model, kind by kind;
 its table, docs/results/block_errors.md, decides the rows below. What is in no row stays exact.
 """
@@ -39,11 +41,16 @@ CODECS: dict[str, Codec | None] = {
 # function: kind. By name: ``x * y``, ``torch.mul`` and ``x.mul(y)`` are one function to autograd.
 KINDS: dict[str, str] = {
     **dict.fromkeys(("layer_norm", "rms_norm", "group_norm", "pow", "square"), "norm"),
-    **dict.fromkeys(("silu", "gelu", "tanh", "sigmoid", "softplus", "mish", "elu", "hardswish"), "activation"),
+    # tanh and sigmoid save their results: 127 times 1 / 127 in bfloat16 is 0.99994, so that none lies beyond 1.
+    # Not hardswish and elu with an alpha: their derivatives jump, and a rounded value may lie on the other side.
+    **dict.fromkeys(("silu", "gelu", "tanh", "sigmoid", "softplus", "mish"), "activation"),
     **dict.fromkeys(("mul", "multiply", "div", "true_divide"), "product"),
     "softmax": "softmax",
     **dict.fromkeys(("matmul", "bmm", "baddbmm", "__matmul__"), "matmul"),
 }
+
+# The second argument of these is kept exactly: a small one beside a large one would be rounded to 0.
+QUOTIENTS = frozenset(("div", "true_divide"))
 
 # Pointwise functions whose result is computed again from what their input is held as, instead of held a second time.
 RECOMPUTED = frozenset(

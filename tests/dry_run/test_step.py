@@ -96,7 +96,7 @@ def test_live_bytes_of_views_and_deaths():
 
 
 def test_a_copy_without_data_has_nothing_of_the_original():
-    model, batch = FAMILIES["llama"]()
+    model, _ = FAMILIES["llama"]()
     apply_hot(model, HOTConfig(compress="block"))
     copy = without_data(model)
     assert all(t.is_meta for t in (*copy.parameters(), *copy.buffers()))
