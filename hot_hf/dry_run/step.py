@@ -132,13 +132,23 @@ def loss_of(output: Any) -> Tensor:
 
 
 def without_data(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` on the meta device: of its parameters and buffers only the shapes are copied."""
+    """A copy of ``model`` on the meta device: of its parameters and buffers only the shapes are copied, and of its
+    hooks only those that transformers and peft have put there (inputs that require gradients)."""
     known: dict[int, Any] = {}
     for tensors in (model.parameters(), model.buffers()):
         for tensor in tensors:
             empty = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
             known[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-    return copy.deepcopy(model, known)
+    copied = copy.deepcopy(model, known)
+    for module in copied.modules():
+        for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
+            for key in [key for key, hook in hooks.items() if not _is_theirs(hook)]:
+                del hooks[key]
+    return copied
+
+
+def _is_theirs(hook: Any) -> bool:
+    return (getattr(hook, "__module__", None) or "").partition(".")[0] in ("transformers", "peft")
 
 
 def batch_without_data(batch: Any) -> Any:
