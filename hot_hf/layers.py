@@ -46,6 +46,7 @@ class HOTState:
     clock: StepClock
     probe: Probe | None = None  # while it measures
     choice: Choice | None = None  # what a budget has measured of the plan
+    chosen: bool = False  # the plan, by a selection
     paused: bool = False  # in a block that is exact: the layer is what it was
     called: bool = False
     meter: Meter | None = None
@@ -66,7 +67,7 @@ class HOTState:
 
     def take(self, plan: Plan) -> None:
         """End measuring, with ``plan``."""
-        self.plan, self.choice, self.probe = plan, self.probe.choice, None
+        self.plan, self.choice, self.probe, self.chosen = plan, self.probe.choice, None, True
 
 
 def is_dtensor(tensor: Tensor) -> bool:
