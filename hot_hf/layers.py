@@ -81,6 +81,8 @@ def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, pa
     ``weight`` may be a view of the Parameter; ``part`` names it where one module holds several. While a selection
     measures, and under stochastic rounding, which draws anew in every step, a compiled model leaves its graph here.
     """
+    if torch_compile.is_plain_here() or not isinstance(x, Tensor):  # a Proxy of torch.fx
+        return F.linear(x, weight, bias)
     if hot.probe is None and hot.plan.rounding != "stochastic":
         return _linear(hot, x, weight, bias, part)
     if torch.compiler.is_compiling():

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hot_hf import HOTConfig, apply_hot
+from hot_hf.memory.prediction import switch_on_checkpointing
 
 TEXT_STEPS = 40
 
@@ -99,7 +100,7 @@ def prepare(model, method: str):
     parts = method.removesuffix(", fused loss").replace(" unshared", "").split("+")
     lora = "lora" in parts or "velora" in parts
     if "checkpointing" in parts:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        switch_on_checkpointing(model)
     if lora:
         from peft import LoraConfig, get_peft_model
 
