@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from bench_page import RESULTS, append, interleaved, latest, machine, summary, timed, where
+from bench_page import RESULTS, append, interleaved, latest, machine, summary, table, timed, where
 from memory.workloads import adapters
 from torch import nn
 from tqdm import tqdm
@@ -137,12 +137,15 @@ def run_row(workload: str, method: str, config: HOTConfig | None = None) -> dict
     return dict(zip(FIELDS, (workload, method, gradients, peak, predicted), strict=True))
 
 
-def store(table: Path, row: dict) -> None:
-    kept = [r for r in (latest(table, "workload", "method") if table.is_file() else [])]
-    kept = [r for r in kept if (r["workload"], r["method"]) != (row["workload"], row["method"])] + [row]
+def store(path: Path, row: dict) -> None:
+    kept = [
+        r
+        for r in latest(path, "workload", "method")
+        if (r["workload"], r["method"]) != (row["workload"], row["method"])
+    ] + [row]
     order = list(WORKLOADS)
     kept.sort(key=lambda r: order.index(r["workload"]))
-    with table.open("w", newline="") as file:
+    with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(row), lineterminator="\n")
         writer.writeheader()
         writer.writerows(kept)
@@ -209,11 +212,6 @@ def run_fit(workload: str, share: float) -> dict:
     }
 
 
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
-    return lines + ["| " + " | ".join(row) + " |" for row in rows]
-
-
 HEAD = """# The peak of a whole step
 
 `python benchmarks/peaks.py`, each row in a process of its own, torch {torch}. Peak: growth of the process's resident
@@ -227,10 +225,22 @@ Time: a step of forward, loss, backward and fused AdamW, median of interleaved r
 """
 
 
+BOTH = {"peak": "peak, MiB", "predicted": "predicted", "off": "off by"}
+COLUMNS = {"method": "method", **BOTH, "over": "over states, MiB", "share": "of exact", "time": "time"}
+FIT_COLUMNS = {"title": "step", "budget": "budget, MiB", "plan": "blocks by mode", **BOTH}
+
+
+def _both(row: dict) -> dict[str, str]:
+    peak, predicted = int(row["peak"]), int(row["predicted"])
+    return {
+        "peak": f"{peak / MIB:,.0f}",
+        "predicted": f"{predicted / MIB:,.0f}",
+        "off": f"{predicted / peak - 1:+.1%}",
+    }
+
+
 def write_page() -> None:
-    done, seconds = latest(TABLE, "workload", "method"), []
-    if SECONDS.is_file():
-        seconds = latest(SECONDS, "workload", "method")
+    done, seconds = latest(TABLE, "workload", "method"), latest(SECONDS, "workload", "method")
     lines = [HEAD.format(torch=torch.__version__.split("+")[0], where=where(seconds) if seconds else "Not timed yet")]
     for name, spec in WORKLOADS.items():
         mine = {r["method"]: r for r in done if r["workload"] == name}
@@ -239,37 +249,27 @@ def write_page() -> None:
         time = {r["method"]: 1 / float(r["x_base"]) for r in seconds if r["workload"] == name}
         over = {m: int(r["peak"]) - int(r["gradients"]) for m, r in mine.items()}
         rows = [
-            [
-                f"`{m}`" if m in ("inputs", "block", "checkpoint") else m,
-                f"{int(r['peak']) / MIB:,.0f}",
-                f"{int(r['predicted']) / MIB:,.0f}",
-                f"{int(r['predicted']) / int(r['peak']) - 1:+.1%}",
-                f"{over[m] / MIB:,.0f}",
-                f"{over[m] / over['exact']:.0%}",
-                f"{time[m]:.2f}" if m in time else "",
-            ]
+            {
+                "method": f"`{m}`" if m in ("inputs", "block", "checkpoint") else m,
+                **_both(r),
+                "over": f"{over[m] / MIB:,.0f}",
+                "share": f"{over[m] / over['exact']:.0%}",
+                "time": f"{time[m]:.2f}" if m in time else "",
+            }
             for m, r in mine.items()
         ]
-        head = ["method", "peak, MiB", "predicted", "off by", "over states, MiB", "of exact", "time"]
-        lines += [f"## {spec.title}", "", *table(head, rows), ""]
+        lines += [f"## {spec.title}", "", table(rows, COLUMNS), ""]
     if FITS.is_file():
         rows = [
-            [
-                WORKLOADS[r["workload"]].title,
-                f"{int(r['budget']) / MIB:,.0f}",
-                r["plan"],
-                f"{int(r['predicted']) / MIB:,.0f}",
-                f"{int(r['peak']) / MIB:,.0f}",
-                f"{int(r['predicted']) / int(r['peak']) - 1:+.1%}",
-            ]
+            {"title": WORKLOADS[r["workload"]].title, "budget": f"{int(r['budget']) / MIB:,.0f}", "plan": r["plan"]}
+            | _both(r)
             for r in latest(FITS, "workload", "method")
         ]
-        head = ["step", "budget, MiB", "blocks by mode", "predicted", "measured", "off by"]
         text = (
             "Budgets a tenth, a third and two thirds of the way from the least that would do to the most that is of "
             "use, over weights and optimizer state."
         )
-        lines += ["## Plans for a budget", "", text, "", *table(head, rows), ""]
+        lines += ["## Plans for a budget", "", text, "", table(rows, FIT_COLUMNS), ""]
     (RESULTS / "peaks.md").write_text("\n".join(lines).rstrip() + "\n")
 
 
@@ -298,7 +298,7 @@ def main() -> None:
             for share in SHARES:
                 own_process("--fits", f"{name}/{share}")
     elif not args.page:
-        have = {(r["workload"], r["method"]) for r in latest(TABLE, "workload", "method")} if TABLE.is_file() else set()
+        have = {(r["workload"], r["method"]) for r in latest(TABLE, "workload", "method")}
         missing = [(w, m) for w in args.workloads for m in METHODS if (w, m) not in have]
         for name, method in tqdm(missing, "rows"):
             own_process("--rows", f"{name}/{method}")
