@@ -96,6 +96,8 @@ def run(trainer: Trainer, card: dict) -> None:
         card: arguments of ``Trainer.create_model_card``.
     """
     args = trainer.args
+    for callback in [c for c in trainer.callback_handler.callbacks if isinstance(c, HOTCallback)]:
+        callback.report_through(trainer)
     if args.do_train:
         checkpoint = args.resume_from_checkpoint
         if checkpoint is None and Path(args.output_dir).is_dir():

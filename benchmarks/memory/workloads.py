@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hot_hf import HOTConfig, apply_hot
-from hot_hf.memory.prediction import switch_on_checkpointing
+from hot_hf.memory.prediction import adapted, switch_on_checkpointing
 
 TEXT_STEPS = 40
 
@@ -118,11 +118,8 @@ def prepare(model, method: str):
 
 def adapters(model: nn.Module, **extra) -> nn.Module:
     """LoRA of rank 8 on all linear layers."""
-    from peft import LoraConfig, get_peft_model
-
     torch.manual_seed(0)
-    settings = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **extra)
-    return get_peft_model(model, settings)
+    return adapted(model, r=8, lora_alpha=16, task_type="CAUSAL_LM", **extra)
 
 
 def plain_loss(model, batch):

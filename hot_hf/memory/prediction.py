@@ -7,6 +7,7 @@ it would a real one, and what autograd saves is counted as ``measure`` counts it
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,7 @@ from ..patching import apply_hot
 from ..selection import fix_selection
 from .saved import Measurement, measure
 
-METHODS = ("exact", "hot", *(p for p in PRESETS if p != "default"), "block", "lora", "checkpointing")
+METHODS = ("exact", "hot", *(p for p in PRESETS if p != "default"), "block", "checkpoint", "lora", "checkpointing")
 TASKS = {  # without a task and an architecture, the first that the configuration fits
     "causal-lm": "AutoModelForCausalLM",
     "masked-lm": "AutoModelForMaskedLM",
@@ -74,8 +75,12 @@ class Method:
         self.lora = "lora" in parts
         self.checkpointing = "checkpointing" in parts
         self.config: HOTConfig | None = None
-        if presets or "hot" in parts or "block" in parts:
-            changes: dict[str, Any] = {"compress": "block"} if "block" in parts else {}
+        modes = [p for p in parts if p in ("block", "checkpoint")]
+        if len(modes) > 1:
+            raise ValueError(f"method {text!r}: block and checkpoint are two ways for the same blocks; give one.")
+        self.recomputes = self.checkpointing or "checkpoint" in modes
+        if presets or modes or "hot" in parts:
+            changes: dict[str, Any] = {"compress": modes[0]} if modes else {}
             self.config = HOTConfig.from_preset(*presets or ["default"], **changes)
 
 
@@ -122,13 +127,21 @@ def build(config, method: Method, *, task: str | None, dtype: torch.dtype, lora_
         if method.checkpointing:
             switch_on_checkpointing(model)
         if method.lora:
-            from peft import LoraConfig, get_peft_model
-
-            model = get_peft_model(model, LoraConfig(r=lora_rank, target_modules="all-linear", **_peft_task(model)))
+            model = adapted(model, r=lora_rank, **_peft_task(model))
     if method.config is not None:
         apply_hot(model, method.config)
         fix_selection(model)  # the lasting state, not that of the first micro-batches
     return model.train()
+
+
+def adapted(model: nn.Module, **settings: Any) -> nn.Module:
+    """``model`` under LoRA on all linear layers; ``settings`` of ``peft.LoraConfig``."""
+    from peft import LoraConfig, get_peft_model
+
+    with warnings.catch_warnings():
+        # PEFT 0.21 asks for the name that transformers 5.24 has given up; nothing that a user could change.
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing.*", FutureWarning)
+        return get_peft_model(model, LoraConfig(target_modules="all-linear", **settings))
 
 
 def switch_on_checkpointing(model: nn.Module) -> None:
@@ -208,10 +221,9 @@ class Estimator:
             "optimizer": optimizer_bytes(self.model, optimizer),
         }
         self.whole = None  # the same without checkpointing: what a recomputed block holds
-        if self.method.checkpointing:
-            plain = Method(
-                "+".join(p for p in self.method.text.split("+") if p not in ("checkpointing", "block")) or "exact"
-            )
+        if self.method.recomputes:
+            left = [p for p in self.method.text.split("+") if p not in ("checkpointing", "block", "checkpoint")]
+            plain = Method("+".join(left) or ("hot" if "checkpoint" in self.method.text.split("+") else "exact"))
             self.whole = build(self.config, plain, **options)
         models = (model for model in (self.model, self.whole) if model is not None)
         self.autocast = None if autocast is None else FakeAutocast(autocast, *models)

@@ -52,6 +52,7 @@ METHODS = (
     "paper+block",
     "checkpointing",
     "hot+checkpointing",
+    "hot+checkpoint",
     "lora",
     "lora+hot",
     "lora+hot+block",
@@ -94,7 +95,7 @@ def test_estimate_is_what_measure_finds(family, method):
     assert predicted.parameters == sum(p.numel() * p.element_size() for p in model.parameters())
     trainable = [p for p in model.parameters() if p.requires_grad]
     assert predicted.gradients == sum(p.numel() * p.element_size() for p in trainable)
-    assert (predicted.recompute > 0) == ("checkpointing" in method)
+    assert (predicted.recompute > 0) == ("checkpoint" in method)
     assert predicted.kept.by("kind").keys() == found.by("kind").keys()
 
 
