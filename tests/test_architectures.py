@@ -78,7 +78,7 @@ def test_multihead_attention_is_left_alone(seed):
 
 def test_table_covers_the_same_architectures():
     """The coverage table in the documents lists what is tested here, in the same classes."""
-    from scripts.coverage_table import MODELS
+    from benchmarks.coverage_table import MODELS
 
     assert {name: row[0] for name, row in ARCHITECTURES.items()} == MODELS
     assert all(hasattr(transformers, cls) for cls in MODELS.values())

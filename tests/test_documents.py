@@ -17,7 +17,7 @@ PAGES = [ROOT / "README.md", ROOT / "scripts/launch/README.md", *(ROOT / "docs")
 
 
 def script(name: str):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -29,7 +29,7 @@ def test_links_and_paths_lead_somewhere(page):
     text = page.read_text()
     for target in re.findall(r"\]\((?!https?:|#)([^)#]+)", text):
         assert (page.parent / target).exists(), target
-    for path in re.findall(r"\b(?:scripts|tests|notebooks)/[\w/]+\.(?:py|yaml|ipynb)", text):
+    for path in re.findall(r"\b(?:benchmarks|scripts|tests|notebooks)/[\w/]+\.(?:py|yaml|ipynb)", text):
         assert (ROOT / path).exists(), path
 
 
@@ -54,7 +54,7 @@ def test_the_readme_shows_the_three_ways_in():
 
 
 def test_the_spec_quotes_measured_errors():
-    """Section 8's rows of errors are rows of the page that scripts/gradient_fidelity.py writes; no other number is."""
+    """Section 8's rows of errors are rows of the page of benchmarks/gradient_fidelity.py; no other number is."""
     section = re.search(r"(?ms)^## 8\..*?(?=^## 9\.)", (ROOT / "docs/spec.md").read_text())[0]
     rows = [line for line in section.splitlines() if re.match(r"\| g_[xw] \|", line)]
     measured = (ROOT / "docs/results/fidelity.md").read_text().splitlines()
@@ -71,7 +71,7 @@ def test_every_case_is_named_by_a_test():
 
 
 def test_coverage_page():
-    """Three rows, other ones each time, are what scripts/coverage_table.py writes."""
+    """Three rows, other ones each time, are what benchmarks/coverage_table.py writes."""
     table = script("coverage_table")
     page = (ROOT / "docs/results/coverage.md").read_text()
     if f"with transformers {transformers.__version__}:" not in page:
@@ -82,7 +82,7 @@ def test_coverage_page():
 
 
 def test_memory_per_rank(capsys, monkeypatch):
-    """The table of docs/distributed.md is what scripts/per_rank_memory.py prints."""
+    """The table of docs/distributed.md is what benchmarks/per_rank_memory.py prints."""
     monkeypatch.setattr("sys.argv", ["per_rank_memory.py"])
     script("per_rank_memory").main()
     assert capsys.readouterr().out.strip() in (ROOT / "docs/distributed.md").read_text()

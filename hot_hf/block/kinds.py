@@ -2,8 +2,8 @@
 
 A consumer is packed only where its derivative has no pole, logarithm, jump or sign that a rounded value could cross.
 
-``scripts/block_errors.py`` measures the error that each choice puts into the gradient of a whole model, kind by kind;
-its table, docs/results/block_errors.md, decides the rows below. What is in no row stays exact.
+``benchmarks/block_errors.py`` measures the error that each choice puts into the gradient of a whole model, kind by
+kind; its table, docs/results/block_errors.md, decides the rows below. What is in no row stays exact.
 """
 
 from __future__ import annotations

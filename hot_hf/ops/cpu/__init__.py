@@ -5,7 +5,7 @@ machine's own C++ compiler at the first use (about 3 s, kept in the user's cache
 float64 and for empty tensors the reference computes.
 
 Compiled C++ rather than torch.compile: no recompilation by shape or rounding, and nothing nested when an operator runs
-inside someone else's torch.compile. In one run (``scripts/bench_ops.py quantizers``, docs/results/bench.md)
+inside someone else's torch.compile. In one run (``benchmarks/bench_ops.py quantizers``, docs/results/bench.md)
 it took a third to a sixteenth of the time of inductor's code, whose first calls took 0.4 to 10 s.
 """
 

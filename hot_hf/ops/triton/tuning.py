@@ -1,8 +1,8 @@
 """Tile sizes per architecture family, each with its reason.
 
 No entry was timed yet: they follow from the hardware limits named beside them, and from what the compiler of Triton 3.9
-reports (registers, spills, shared memory: docs/results/kernels.md). ``scripts/bench_gpu.py`` is what will correct them.
-"""
+reports (registers, spills, shared memory: docs/results/kernels.md). ``benchmarks/bench_gpu.py`` is what will correct
+them."""
 
 from __future__ import annotations
 
