@@ -49,8 +49,9 @@ def pack_groups(flat: Tensor, codec: Codec, centered: bool = False) -> tuple[Ten
         flat = torch.cat((flat, flat[-1:].expand(tail)))  # not zeros: they would move a mean
     groups = flat.view(-1, codec.group)
     if centered:
-        mean = groups.mean(1, dtype=torch.float32).to(torch.bfloat16)
-        groups = groups.to(torch.promote_types(groups.dtype, torch.float32)) - mean[:, None]
+        groups = groups.to(torch.promote_types(groups.dtype, torch.float32))
+        mean = groups.mean(1).to(torch.bfloat16)
+        groups = groups - mean[:, None]
     packed, scale = ops.compress(groups, codec.format, 8, 16, True, "nearest", 0)
     rounded = scale.to(torch.bfloat16)
     if codec.format == "int8":  # what was finite stays so; what was not shows as nan

@@ -78,7 +78,7 @@ def is_smooth(name: str, args: tuple, kwargs: dict) -> bool:
         return has_own_groups(prod(_argument(args, kwargs, 1, "normalized_shape")))
     if name == "group_norm":
         x, groups = _argument(args, kwargs, 0, "input"), _argument(args, kwargs, 1, "num_groups")
-        return x.is_contiguous() and has_own_groups(x.shape[1] // groups * prod(x.shape[2:]))
+        return x.is_contiguous() and has_own_groups(x.numel() // max(1, x.shape[:1].numel() * groups))
     return True
 
 
