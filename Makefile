@@ -15,7 +15,7 @@ demo: $(VENV)/ready ## fine-tunes twice from one seed, exact and with HOT, and c
 	$(BIN)/hot-hf demo
 
 test: lint ## lints, then runs all tests
-	$(BIN)/python -m pytest -q -n 2
+	$(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 lint: $(VENV)/ready ## style and formatting
 	$(BIN)/ruff check .

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import json
 import logging
-import sys
+import weakref
 from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from weakref import WeakSet
 
-from transformers import DefaultFlowCallback, TrainerCallback
-from transformers.trainer_callback import CallbackHandler, ExportableState
+from transformers import DefaultFlowCallback, Trainer, TrainerCallback
+from transformers.trainer_callback import ExportableState
 
 from .config import CONFIG_NAME, HOTConfig
+from .fit import configure_fit
 from .layer_kinds import hot_layers
 from .layers import HOTMixin
 from .monitor import GradientErrors, KeptMeter, NonFiniteGradients, never_called, stop_measuring
@@ -28,11 +28,13 @@ logger = logging.getLogger(__name__)
 
 
 class HOTCallback(TrainerCallback, ExportableState):
-    """Patch the model when training starts, choose quantizers in flight, and report through the Trainer's reporters.
+    """Patch the model when training starts, choose quantizers in flight, and log what was measured.
 
     ::
 
-        Trainer(model, args, train_dataset=data, callbacks=[HOTCallback()])
+        callback = HOTCallback()
+        trainer = Trainer(model, args, train_dataset=data, callbacks=[callback])
+        callback.report_through(trainer)  # where report_to names reporters
 
     A model that is patched already keeps its own configuration, and is left alone unless layers have been made since:
     adapters, say, whose ``lora_A`` is then patched too (the whole model once more, so that a selection starts anew).
@@ -78,11 +80,14 @@ class HOTCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.hot_config = None if hot_config is None else HOTConfig.coerce(hot_config)
         self.error_every, self.error_layers, self.audit_steps = error_every, error_layers, audit_steps
-        # Once fixed, by layer: the granularity from lqs, all settings of the plan from a budget.
-        self.selection: dict[str, str | dict[str, Any]] = {}
+        # Of the run that a checkpoint comes from; what this run's layers have chosen is read off them.
+        self._saved: dict[str, str | dict[str, Any]] = {}
         self.measured_with = ""  # the configuration they were measured with, as JSON
+        self.batch_size: int | None = None  # rows of a micro-batch of this run
+        self._model: weakref.ref | None = None
+        self._reports = False
         self._errors: GradientErrors | None = None
-        self._metered: WeakSet[HOTMixin] = WeakSet()
+        self._metered: weakref.WeakSet[HOTMixin] = weakref.WeakSet()
         self._forget()
 
     def _forget(self) -> None:
@@ -101,6 +106,37 @@ class HOTCallback(TrainerCallback, ExportableState):
         self._non_finite: NonFiniteGradients | None = None
         self._once: dict[str, float] = {}  # values for the next log only
 
+    @property
+    def selection(self) -> dict[str, str | dict[str, Any]]:
+        """What was chosen, by layer: the granularity from lqs, all settings of the plan from a budget."""
+        model = None if self._model is None else self._model()
+        chosen = {} if model is None else {m.hot.name: m.hot for m in hot_layers(model) if m.hot.chosen}
+        found = {
+            name: hot.plan.grad_input_granularity if hot.config.selection is None else asdict(hot.plan)
+            for name, hot in chosen.items()
+        }
+        return found or self._saved
+
+    @selection.setter
+    def selection(self, saved: dict[str, str | dict[str, Any]]) -> None:
+        self._saved = dict(saved)
+
+    def report_through(self, trainer: Trainer) -> None:
+        """Let ``trainer``'s reporters (TensorBoard, W&B ...) see the ``hot/`` values: Trainer calls them before the
+        user's callbacks, and this puts the callback in front of them. ``state.log_history`` and the console have the
+        values in any case.
+
+        Raises:
+            ValueError: where this callback is none of ``trainer``'s.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self not in callbacks:
+            raise ValueError("HOTCallback.report_through: this callback is none of the trainer's: add it first.")
+        callbacks.remove(self)
+        first = next((i for i, c in enumerate(callbacks) if not isinstance(c, DefaultFlowCallback)), len(callbacks))
+        callbacks.insert(first, self)
+        self._reports = True
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: the arguments, and the choices that all ranks agreed on."""
         return {
@@ -110,7 +146,11 @@ class HOTCallback(TrainerCallback, ExportableState):
                 "error_layers": self.error_layers,
                 "audit_steps": self.audit_steps,
             },
-            "attributes": {"selection": dict(self.selection), "measured_with": self.measured_with},
+            "attributes": {
+                "selection": dict(self.selection),
+                "measured_with": self.measured_with,
+                "batch_size": self.batch_size,
+            },
         }
 
     # Events
@@ -121,7 +161,10 @@ class HOTCallback(TrainerCallback, ExportableState):
         stop_measuring(model)  # another callback's run may have ended with an error
         report = self._patch(state, model)
         self._saves_config = save_config_with(model)
+        self._model = weakref.ref(model)
         self._restore_selection(state, model)
+        self.batch_size = state.train_batch_size
+        configure_fit(model, _optimizer_kind(args), args.gradient_accumulation_steps > 1, not args.disable_tqdm)
         self._measured = [layer for layer in hot_layers(model) if layer.hot.probe is not None]
         if args.n_gpu > 1:
             logger.warning(
@@ -153,10 +196,6 @@ class HOTCallback(TrainerCallback, ExportableState):
         # Counted in steps, which ranks share; what a rank's own layers have recorded is not.
         if self._measured and steps * args.gradient_accumulation_steps >= self._measured[0].hot.config.lqs_batches:
             fix_selection(model)
-            self.selection = {
-                m.hot.name: m.hot.plan.grad_input_granularity if m.hot.choice is None else asdict(m.hot.plan)
-                for m in self._measured
-            }
             self.measured_with = _as_json(model)
             if any(m.hot.choice is not None for m in self._measured):
                 logger.info(f"HOTCallback:\n{SelectedPlan.of(model)}")
@@ -211,9 +250,14 @@ class HOTCallback(TrainerCallback, ExportableState):
         if self.hot_config is not None and any(config != self.hot_config for config, _ in found):
             logger.warning("HOTCallback: the model is patched already and keeps its configuration, not the callback's.")
         report = report_of(model)
-        if not report.unseen:
+        whole = patched_as_a_whole(model) and len(found) == 1
+        if whole and self._is_outdated(state, model):
+            report = apply_hot(model, found[0][0])
+            advice = None
+            logger.info("HOTCallback: the size of micro-batches has changed: plans are measured anew.")
+        elif not report.unseen:
             advice = advice_on_adapters(model)
-        elif patched_as_a_whole(model) and len(found) == 1:
+        elif whole:
             advice = None
             made, shown = [name for name in report.unseen if ".lora_" not in name], _shown(report.unseen)
             try:
@@ -239,27 +283,38 @@ class HOTCallback(TrainerCallback, ExportableState):
         model perhaps."""
         saved = state.stateful_callbacks.get(type(self).__name__, {}) if state.global_step else {}
         saved = (saved[0] if isinstance(saved, list) else saved).get("attributes", {})
-        self.selection, self.measured_with = dict(saved.get("selection", {})), saved.get("measured_with", "")
         probing = [layer.hot for layer in hot_layers(model) if layer.hot.probe is not None]
-        if self.selection and probing and self.measured_with != _as_json(model):
-            self.selection = {}
+        choices = dict(saved.get("selection", {}))
+        self._saved = {}
+        self.measured_with = _as_json(model)
+        if choices and probing and _as_settings(saved.get("measured_with", "")) != _as_settings(self.measured_with):
+            choices = {}
             logger.warning(
                 "HOTCallback: the checkpoint's quantizers were selected with another configuration than this run's. "
                 f"They are not used: the next {probing[0].config.lqs_batches} micro-batches are measured anew, with "
                 "exact gradients meanwhile."
             )
         for hot in probing:
-            if hot.name in self.selection:
-                choice = self.selection[hot.name]
+            if hot.name in choices:
+                choice = choices[hot.name]
                 changes = choice if isinstance(choice, dict) else {"grad_input_granularity": choice}
-                hot.plan = replace(hot.plan, **changes)
-                hot.probe = None
+                hot.take(replace(hot.plan, **changes))
+
+    def _is_outdated(self, state, model) -> bool:
+        """Whether a run that begins on a model which an earlier run of this callback has measured has micro-batches of
+        another size (``auto_find_batch_size`` after an out-of-memory error): errors and bytes were those of the old
+        ones. A run that is resumed goes on with what it had."""
+        earlier = None if self._model is None else self._model()
+        if state.global_step or earlier is not model or self.batch_size in (None, state.train_batch_size):
+            return False
+        return any(m.hot.chosen or m.hot.probe is not None for m in hot_layers(model))
 
     def _start_measuring(self, args, model) -> None:
-        if not _move_before_reporters(self) and args.report_to:
+        if args.report_to and not self._reports:
             logger.warning(
-                f"HOTCallback: the Trainer's list of callbacks was not found, so {', '.join(args.report_to)} may get "
-                "no hot/ values; state.log_history and the console do. Put HOTCallback in front of the reporters."
+                f"HOTCallback: Trainer calls {', '.join(args.report_to)} before this callback, so that they get no "
+                "hot/ values; state.log_history and the console do. Call callback.report_through(trainer) before "
+                "trainer.train()."
             )
         self._meter, self._non_finite = KeptMeter(), NonFiniteGradients()
         for layer in hot_layers(model):
@@ -296,24 +351,13 @@ def _as_json(model) -> str:
     return json.dumps([config.to_dict() for config, _ in configurations(model)])
 
 
-def _move_before_reporters(callback: HOTCallback) -> bool:
-    """Let reporters see what ``on_log`` adds: the Trainer puts them before the user's callbacks.
+def _as_settings(measured_with: str) -> list[dict[str, Any]]:
+    """Configurations that ``_as_json`` wrote, with the fields that HOTConfig has gained since."""
+    return [HOTConfig.from_dict(settings).to_dict() for settings in json.loads(measured_with or "[]")]
 
-    Events carry neither the Trainer nor its list of callbacks, so the list is taken from the frame that calls us. Where
-    something else calls, the order stays, and False is returned: ``log_history`` and later callbacks still get the
-    values.
-    """
-    frame = sys._getframe(1)
-    while frame is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
-        frame = frame.f_back
-    if frame is None:
-        return False
-    callbacks = frame.f_locals["self"].callbacks
-    first = next((i for i, c in enumerate(callbacks) if not isinstance(c, DefaultFlowCallback)), 0)
-    at = next((i for i, c in enumerate(callbacks) if c is callback), None)
-    if at is None:  # called by another callback, which holds us
-        return False
-    # Moving an entry forward past the loop's position leaves what the loop has still to visit where it is.
-    if at > first:
-        callbacks.insert(first, callbacks.pop(at))
-    return True
+
+def _optimizer_kind(args) -> str:
+    """``TrainingArguments.optim`` as one of the kinds whose state can be counted; others take AdamW's at most."""
+    name = str(getattr(args.optim, "value", args.optim))
+    kinds = {"8bit": "adamw_8bit", "adafactor": "adafactor", "sgd": "sgd", "lion": "momentum"}
+    return next((kind for part, kind in kinds.items() if part in name), "adamw")

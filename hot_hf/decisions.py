@@ -21,7 +21,7 @@ HEAD_PATTERNS = ("lm_head", "*.lm_head", "*.router", "router", "*.gate", "gate",
 NOT_INCLUDED, EXCLUDED, CONFIGURED_EXACT = LEFT_OUT = ("not in include", "excluded", "configured exact")  # by the user
 HEAD = "output head or router (skip_heads)"
 BY_BUDGET = "chosen by budget"
-_WRAPPING = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)(?=\.|$)")
+_WRAPPING = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)(?=\.|$)")
 _WILDCARD = re.compile(r"[*?\[]")
 _ADAPTER = re.compile(r"(^|\.)(lora_[A-Z]\w*|modules_to_save)\.")
 
@@ -67,7 +67,7 @@ class Decider:
     def __init__(self, model: nn.Module, config: HOTConfig) -> None:
         self.model, self.config = model, config
         self.heads = output_heads(model)
-        self._head_ids = {id(head) for head in self.heads}
+        self._head_names = {canonical_name(name) for name in _names_of(model, self.heads)}
 
     def __call__(self, name: str, module: nn.Module) -> Decision:
         config = self.config
@@ -87,7 +87,8 @@ class Decider:
             return NOT_INCLUDED
         if any(matches(name, p) for p in config.exclude):
             return EXCLUDED
-        if config.skip_heads and (id(module) in self._head_ids or any(matches(name, p) for p in HEAD_PATTERNS)):
+        is_head = canonical_name(name) in self._head_names  # under any wrapper, each of its copies
+        if config.skip_heads and (is_head or any(matches(name, p) for p in HEAD_PATTERNS)):
             return HEAD
         cls = original_class(module)
         if kind_of(module) is None and cls.__name__ not in config.linear_classes:
@@ -120,7 +121,23 @@ def output_heads(model: nn.Module) -> list[nn.Module]:
         head = None
     if not isinstance(head, nn.Module):
         return []
-    return [m for name, m in head.named_modules() if is_linear(m) and not _ADAPTER.match(f"{name}.")]
+    return [m for name, m in head.named_modules() if is_linear(m) and "lora_" not in name]
+
+
+def _names_of(model: nn.Module, modules: list[nn.Module]) -> list[str]:
+    """All names of ``modules`` in ``model``."""
+    wanted = set(map(id, modules))
+    return [name for name, m in model.named_modules(remove_duplicate=False) if id(m) in wanted]
+
+
+def layer_names(layers: dict[str, nn.Module]) -> dict[str, str]:
+    """What each layer is called in plans, checkpoints and logs, by its full name: its canonical name, or, where PEFT
+    keeps several copies of one (``modules_to_save``), that for the copy that trains and their full names for others."""
+    trained = [name for name, layer in layers.items() if kind_or_linear(layer).weight(layer).requires_grad]
+    first: dict[str, str] = {}
+    for name in (*trained, *layers):
+        first.setdefault(canonical_name(name), name)
+    return {name: canonical_name(name) if first[canonical_name(name)] == name else name for name in layers}
 
 
 def _base_is_frozen(adapted: nn.Module) -> bool:

@@ -46,6 +46,7 @@ class HOTState:
     clock: StepClock
     probe: Probe | None = None  # while it measures
     choice: Choice | None = None  # what a budget has measured of the plan
+    chosen: bool = False  # the plan, by a selection
     paused: bool = False  # in a block that is exact: the layer is what it was
     called: bool = False
     meter: Meter | None = None
@@ -66,7 +67,7 @@ class HOTState:
 
     def take(self, plan: Plan) -> None:
         """End measuring, with ``plan``."""
-        self.plan, self.choice, self.probe = plan, self.probe.choice, None
+        self.plan, self.choice, self.probe, self.chosen = plan, self.probe.choice, None, True
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -80,6 +81,8 @@ def hot_linear(hot: HOTState, x: Tensor, weight: Tensor, bias: Tensor | None, pa
     ``weight`` may be a view of the Parameter; ``part`` names it where one module holds several. While a selection
     measures, and under stochastic rounding, which draws anew in every step, a compiled model leaves its graph here.
     """
+    if torch_compile.is_plain_here() or not isinstance(x, Tensor):  # a Proxy of torch.fx
+        return F.linear(x, weight, bias)
     if hot.probe is None and hot.plan.rounding != "stochastic":
         return _linear(hot, x, weight, bias, part)
     if torch.compiler.is_compiling():

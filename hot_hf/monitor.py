@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.weak import TensorWeakRef
 
 from . import torch_compile
+from .decisions import canonical_name
 from .gradients import exact_types, grad_input, grad_weight, keep
 from .layer_kinds import hot_layers, kind_or_linear
 from .layers import HOTMixin
@@ -165,6 +166,13 @@ def stop_measuring(model: nn.Module) -> None:
 def never_called(model: nn.Module) -> list[str]:
     """Names of patched layers whose forward has not run: their weight is read some other way, or not at all.
 
-    Unknown, and left out, where layers were compiled since: compiled code leaves no note.
+    Unknown, and left out, where layers were compiled since: compiled code leaves no note. Left out too are the copies
+    that PEFT keeps beside one that has run: originals, and those of inactive adapters.
     """
-    return [m.hot.name for m in hot_layers(model) if not m.hot.called and m.hot.traces == torch_compile.traces]
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, HOTMixin)}
+    run = {canonical_name(name) for name, m in layers.items() if m.hot.called}
+    return [
+        name
+        for name, m in layers.items()
+        if not m.hot.called and m.hot.traces == torch_compile.traces and canonical_name(name) not in run
+    ]

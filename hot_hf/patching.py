@@ -21,6 +21,7 @@ from .decisions import (
     Decider,
     Decision,
     canonical_name,
+    layer_names,
     matches,
     named_linears,
 )
@@ -122,8 +123,9 @@ def apply_hot(model: nn.Module, config: HOTConfig | dict | str | None = None) ->
         )
     _unpatch(model)
     clock, budget = StepClock(), Budget(config) if config.selection == "budget" else None
+    names = layer_names({name: module for name, module, _ in to_patch})
     for name, module, decision in to_patch:
-        _patch(canonical_name(name), module, decision, config, clock, budget)
+        _patch(names[name], module, decision, config, clock, budget)
     _warm_up([module for _, module, _ in to_patch])
     compress_blocks(model, config)
     if config.memory is not None:
@@ -199,7 +201,7 @@ def report_of(model: nn.Module) -> CoverageReport | None:
 def patched_as_a_whole(model: nn.Module) -> bool:
     """Whether ``model`` itself was given to apply_hot: layers know the names they had there."""
     patched = [(name, m) for name, m in model.named_modules() if isinstance(m, HOTMixin)]
-    return bool(patched) and all(canonical_name(name) == m.hot.name for name, m in patched)
+    return bool(patched) and all(m.hot.name in (name, canonical_name(name)) for name, m in patched)
 
 
 def advice_on_adapters(model: nn.Module) -> str | None:

@@ -1,9 +1,20 @@
-"""What torch.compile needs from a patched layer: room for different plans, and a way out of the graph."""
+"""What takes down or transforms a patched layer: room for plans under torch.compile, and where it must be plain."""
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+
+import torch
+
+
+def is_plain_here() -> bool:
+    """Whether all is to be as without HOT now: while a graph is taken down that is to run without hot_hf (torch.export,
+    ONNX, jit.trace), and under forward-mode differentiation, which keeps nothing."""
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+        return True
+    return not torch.compiler.is_compiling() and torch.autograd.forward_ad._current_level >= 0
+
 
 _layers: dict[int, weakref.ref] = {}  # what apply_hot has left on patched layers, while it lives
 traces = 0  # of patched layers, in this process

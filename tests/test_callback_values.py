@@ -111,13 +111,22 @@ def test_low_coverage_is_a_warning(tmp_path, caplog):
     assert len(said) == 2 and all("7 of 8 linear layers patched" in text for text in said)
 
 
-def test_reporters_that_cannot_be_moved(tmp_path, said):
-    """Called by something else than the Trainer's handler: a warning that reporters may miss the values."""
+def test_reporters_in_front_of_the_callback(tmp_path, said):
+    """Without report_through a warning names the remedy, where there are reporters; with it there is none."""
     run = trainer(tiny_llama(layers=1), rows(2), tmp_path, [])
     for report_to in ([], ["tensorboard"]):
         run.args.report_to = report_to
         HOTCallback().on_train_begin(run.args, run.state, run.control, model=run.model)
-    assert len(said) == 1 and "tensorboard may get no hot/ values" in said[0]
+    assert len(said) == 1 and "callback.report_through(trainer)" in said[0] and "tensorboard" in said[0]
+    callback = HOTCallback()
+    with pytest.raises(ValueError, match="none of the trainer's"):
+        callback.report_through(run)
+    run.add_callback(callback)
+    callback.report_through(run)
+    callback.on_train_begin(run.args, run.state, run.control, model=run.model)
+    assert len(said) == 1
+    names = [type(c).__name__ for c in run.callback_handler.callbacks]
+    assert names.count("HOTCallback") == 1 and names.index("HOTCallback") <= 1
 
 
 def test_non_finite_gradients_are_counted(tmp_path):

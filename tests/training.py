@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import Trainer, TrainingArguments
 
+from hot_hf import HOTCallback
 from hot_hf.layers import HOTMixin
 
 
@@ -26,7 +27,11 @@ def trainer(model, data, directory, callbacks=(), eval_dataset=None, **settings)
         "seed": 1,
     }
     args = TrainingArguments(directory, **{**defaults, **settings})
-    return Trainer(model, args, train_dataset=data, eval_dataset=eval_dataset, callbacks=list(callbacks))
+    made = Trainer(model, args, train_dataset=data, eval_dataset=eval_dataset, callbacks=list(callbacks))
+    for callback in callbacks:
+        if isinstance(callback, HOTCallback) and made.args.report_to:
+            callback.report_through(made)
+    return made
 
 
 def layers(model) -> dict[str, HOTMixin]:

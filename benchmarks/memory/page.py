@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from bench_page import RESULTS, latest, where
 
 from .workloads import WORKLOADS
@@ -11,7 +9,6 @@ from .workloads import WORKLOADS
 TABLE = RESULTS / "memory.csv"
 SECONDS = RESULTS / "memory_seconds.csv"
 MIB = 2**20
-AS_LONG = 1.02  # steps of one method differ by 1 to 3% between rounds on an idle machine
 
 HEAD = """# Memory, time and loss, side by side
 
@@ -34,31 +31,6 @@ def rows() -> list[dict]:
 
 def share(value: str, of: str) -> str:
     return f"{int(value) / int(of):.0%}"
-
-
-def against_checkpointing(mine: list[dict], seconds: dict[str, dict]) -> list[str]:
-    """Where HOT is slower than gradient checkpointing, and for which bytes."""
-    plain = next((r for r in mine if r["method"] in ("checkpointing", "lora+checkpointing")), None)
-    if plain is None or plain["method"] not in seconds:
-        return []
-    faster, slower = [], []
-    for row in mine:
-        parts = row["method"].split("+")
-        if row["method"] in seconds and {"hot", "smallest"} & set(parts) and "fused" not in row["method"]:
-            time = float(seconds[plain["method"]]["x_base"]) / float(seconds[row["method"]]["x_base"])
-            bytes_kept = int(row["kept_without_loss"]) / int(plain["kept_without_loss"])
-            text = f"`{row['method']}` {time:.2f} of the time for {bytes_kept:.1f} times the bytes"
-            (slower if time > AS_LONG else faster).append(text)
-    lines = []
-    for what, found in (("No slower", faster), ("**Slower**", slower)):
-        text = f"- {what} than `{plain['method']}` (bytes without loss): {'; '.join(found) or 'nothing'}."
-        lines += textwrap.wrap(text, 118, subsequent_indent="  ", break_on_hyphens=False)
-    if fused := seconds.get("exact, fused loss"):
-        ratio = 1 / float(fused["x_base"])
-        lines.append(
-            f"- The fused loss, torch's own in pieces, alone makes the exact step {ratio:.1f} times as long here."
-        )
-    return lines
 
 
 def table(mine: list[dict], seconds: dict[str, dict], losses: bool) -> list[str]:
@@ -100,8 +72,6 @@ def write() -> None:
         losses = any(r["loss"] for r in mine)
         lines += ["", f"## {spec.title}" + (f", loss after {spec.steps} steps" if losses else ""), ""]
         lines += table(mine, seconds, losses)
-        if sentences := against_checkpointing(mine, seconds):
-            lines += ["", *sentences]
     (RESULTS / "memory.md").write_text("\n".join(lines) + "\n")
     draw(done, timed)
 

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from hot_hf import HOTConfig, apply_hot
+from hot_hf.memory.prediction import switch_on_checkpointing
 
 TEXT_STEPS = 40
 
@@ -99,24 +100,29 @@ def prepare(model, method: str):
     parts = method.removesuffix(", fused loss").replace(" unshared", "").split("+")
     lora = "lora" in parts or "velora" in parts
     if "checkpointing" in parts:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        switch_on_checkpointing(model)
     if lora:
-        from peft import LoraConfig, get_peft_model
-
         extra = {}
         if "velora" in parts:
             from peft.tuners.lora.config import VeloraConfig
 
             extra["velora_config"] = VeloraConfig()
-        torch.manual_seed(0)
-        settings = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **extra)
-        model = get_peft_model(model, settings)
+        model = adapters(model, **extra)
     preset = next((p for p in parts if p in ("hot", "fast", "paper", "smallest")), None)
     if preset is not None:
         compress = "block" if "block" in parts else "inputs"
         changes = {"lora": "lora" in parts, "share": "unshared" not in method, "compress": compress}
         apply_hot(model, HOTConfig.from_preset("default" if preset == "hot" else preset, **changes))
     return model.train()
+
+
+def adapters(model: nn.Module, **extra) -> nn.Module:
+    """LoRA of rank 8 on all linear layers."""
+    from peft import LoraConfig, get_peft_model
+
+    torch.manual_seed(0)
+    settings = LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM", **extra)
+    return get_peft_model(model, settings)
 
 
 def plain_loss(model, batch):

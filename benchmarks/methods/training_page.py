@@ -9,7 +9,7 @@ from pathlib import Path
 from fidelity.report import markdown
 
 from . import terms
-from .advice import advice, claims
+from .claims import claims
 from .registry import METHODS
 from .summary import ACCURACY_BOUND, LOSS_BOUND, Results, Row
 from .tasks import TASKS
@@ -141,13 +141,6 @@ def write(rows: Sequence[Row], folder: Path) -> None:
         steps = next(iter(next(iter(results.by[task].values())).values()))["steps"]
         parts += [f"## {TASKS[task].what}\n", f"{steps} steps.\n", method_table(results, task)]
     parts += [FOOTNOTE]
-    said = advice(results)
-    parts += ["## When not to use HOT\n", "Said by the rows above; a rule that none of them meets is silent.\n"]
-    parts += [
-        "\n".join(f"- {textwrap.fill(s, 118, subsequent_indent='  ')}" for s in said) + "\n"
-        if said
-        else "No row speaks against it yet.\n"
-    ]
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "training.md").write_text("\n".join(p for p in parts if p))
     plot(results, folder / "training.png")

@@ -15,6 +15,7 @@ from ..config import HOTConfig
 from ..decisions import matches
 from ..layers import HOTMixin
 from ..saved_hooks import in_backward, in_checkpoint, refuses_hooks
+from ..torch_compile import is_plain_here
 from .boundaries import checkpoint_packed, own_checkpoint
 from .context import BlockContext
 from .find import find_blocks, is_checkpointing_layer
@@ -86,7 +87,7 @@ def is_compressed(module: nn.Module) -> bool:
 
 def _cannot_save() -> bool:
     """Whether a forward must run as it is: nothing to hold, or what is recomputed inside a backward is used at once."""
-    return not torch.is_grad_enabled() or refuses_hooks() or in_backward()
+    return not torch.is_grad_enabled() or refuses_hooks() or in_backward() or is_plain_here()
 
 
 def compress_blocks(model: nn.Module, config: HOTConfig) -> None:

@@ -8,6 +8,7 @@ integers must be equal, the gradients too, up to the rounding of their last prod
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
@@ -20,7 +21,7 @@ from ..ops import FORMATS, REFERENCE, dispatch, operators
 from ..ops.cpu import BACKEND, products
 from . import widths
 
-PACKAGES = ("torch", "triton", "transformers", "accelerate", "peft")
+PACKAGES = ("hot_hf", "torch", "triton", "transformers", "accelerate", "peft")
 # The scales multiply exact integers in two float32 products, in any order a backend likes: 2 * 2^-24, twice over.
 TOLERANCE = 4 * 2.0**-24
 
@@ -60,6 +61,16 @@ def describe(device: torch.device) -> str:
     module = torch.get_device_module(device)
     properties = module.get_device_properties(device) if hasattr(module, "get_device_properties") else None
     return str(properties) if properties is not None else device.type
+
+
+def allocator() -> str | None:
+    """What glibc does with memory that is freed, where training runs on the CPU; None where there is no glibc."""
+    if platform.libc_ver()[0] != "glibc":
+        return None
+    threshold = os.environ.get("MALLOC_MMAP_THRESHOLD_")
+    if threshold is None:
+        return "glibc keeps freed memory: start with MALLOC_MMAP_THRESHOLD_=65536 (docs/environment.md)"
+    return f"glibc returns freed blocks from {threshold} bytes on (MALLOC_MMAP_THRESHOLD_)"
 
 
 def kernels_for(device: torch.device) -> str:
@@ -130,6 +141,8 @@ def run(args: argparse.Namespace) -> int:
     bad = 0
     for device in chosen:
         print(f"\n{device}: {describe(device)}\n  {kernels_for(device)}")
+        if device.type == "cpu" and (line := allocator()) is not None:
+            print(f"  {line}")
         for name, backend, verdict in self_check(device):
             bad += verdict != "ok"
             print(f"  {name:32}{backend:12}{verdict}")

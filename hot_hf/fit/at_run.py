@@ -14,7 +14,7 @@ from ..block import compressed_blocks, set_mode
 from ..config import byte_budget
 from ..dry_run import batch_without_data, without_data
 from ..layers import is_dtensor
-from .fitter import GIB, Fitted, Fitter, largest_that_fits
+from .fitter import Fitted, Fitter, largest_that_fits, size
 
 logger = logging.getLogger("hot_hf")
 UNPREDICTED = "nothing can be predicted, so that every block is checkpointed"
@@ -65,7 +65,7 @@ class MemoryFit:
         self.fitted = found
         for name, block in compressed_blocks(model).items():
             set_mode(block, found.modes[name])
-        logger.info(f"hot_hf: HOTConfig.memory={self.memory / GIB:.2f} GiB: {found}")
+        logger.info(f"hot_hf: HOTConfig.memory={size(self.memory)}: {found}")
 
     def _fitter(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Fitter | None:
         """None where the modes as they are fit this batch as well."""
@@ -98,9 +98,9 @@ class MemoryFit:
         batch = largest_that_fits(total, self.memory, rows // 2, rows - 1)
         remedy = f"{batch} rows of this length fit" if batch else "not even one row of this length fits"
         return (
-            f"HOTConfig.memory={self.memory} ({self.memory / GIB:.2f} GiB) is too little for this step: weights and "
-            f"optimizer state ({self.optimizer}) take {least.states / GIB:.2f} GiB, gradients and activations with "
-            f"every block checkpointed {least.peak / GIB:.2f} GiB: {least.total / GIB:.2f} GiB is the least that would "
+            f"HOTConfig.memory={self.memory} ({size(self.memory)}) is too little for this step: weights and "
+            f"optimizer state ({self.optimizer}) take {size(least.states)}, gradients and activations with "
+            f"every block checkpointed {size(least.peak)}: {size(least.total)} is the least that would "
             f"do. Of this batch of {rows}, {remedy}."
         )
 
@@ -157,7 +157,7 @@ def notes_on_fit(model: nn.Module) -> list[str]:
     """Lines for the coverage report."""
     notes = []
     for fit in _fits(model):
-        memory = f"memory={fit.memory / GIB:.2f} GiB"
+        memory = f"memory={size(fit.memory)}"
         if fit.problem is not None:
             notes.append(f"{memory}: {UNPREDICTED}: {fit.problem}")
         elif fit.fitted is None:

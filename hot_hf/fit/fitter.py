@@ -20,6 +20,11 @@ from .costs import relative_costs
 GIB = 2**30
 
 
+def size(nbytes: int) -> str:
+    """``2.25 GiB``, or MiB where there are few."""
+    return f"{nbytes / GIB:.2f} GiB" if nbytes >= GIB / 10 else f"{nbytes / 2**20:.1f} MiB"
+
+
 @dataclass(frozen=True)
 class Fitted:
     """Modes by block, and what was predicted of them. ``states`` (weights, buffers, optimizer state) and ``peak``
@@ -37,8 +42,8 @@ class Fitted:
     def __str__(self) -> str:
         counts = Counter(self.modes.values())
         return (
-            f"{self.total / GIB:.2f} GiB at its peak ({self.states / GIB:.2f} weights and optimizer state, "
-            f"{self.peak / GIB:.2f} gradients and activations): "
+            f"{size(self.total)} at its peak ({size(self.states)} weights and optimizer state, "
+            f"{size(self.peak)} gradients and activations): "
             + ", ".join(f"{count} blocks {mode}" for mode, count in counts.items())
         )
 

@@ -120,7 +120,7 @@ def build(config, method: Method, *, task: str | None, dtype: torch.dtype, lora_
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         if method.checkpointing:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            switch_on_checkpointing(model)
         if method.lora:
             from peft import LoraConfig, get_peft_model
 
@@ -129,6 +129,12 @@ def build(config, method: Method, *, task: str | None, dtype: torch.dtype, lora_
         apply_hot(model, method.config)
         fix_selection(model)  # the lasting state, not that of the first micro-batches
     return model.train()
+
+
+def switch_on_checkpointing(model: nn.Module) -> None:
+    """transformers' non-reentrant checkpointing; ``gradient_checkpointing_enable`` is the name before 5.24."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
 
 
 def _peft_task(model: nn.Module) -> dict[str, str]:

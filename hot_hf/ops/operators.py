@@ -124,10 +124,25 @@ def _operator(schema: str, fake: Callable) -> Callable:
         op = custom_op(f"hot_hf::{function.__name__}", dispatched, mutates_args=(), schema=schema)
         op.register_fake(fake)
         op.register_autograd(_refuse_double_backward)
+        op.register_vmap(_one_by_one(op))
         op.__doc__, op.on_backend, op.fake = function.__doc__, function, fake
         return op
 
     return register
+
+
+def _one_by_one(op: Callable) -> Callable:
+    """The rule of ``op`` under vmap: scales belong to one sample, so each is computed by itself."""
+
+    def rule(info, in_dims: tuple, *args):
+        outputs = []
+        for i in range(info.batch_size):
+            outputs.append(op(*(a if dim is None else a.select(dim, i) for a, dim in zip(args, in_dims, strict=True))))
+        if isinstance(outputs[0], tuple):
+            return tuple(map(torch.stack, zip(*outputs, strict=True))), (0,) * len(outputs[0])
+        return torch.stack(outputs), 0
+
+    return rule
 
 
 def _refuse_double_backward(ctx, *grads):

@@ -115,9 +115,10 @@ KEPT_INPUTS = (
 def combine(base: Plan, grad_input: GradInput | None, kept: KeptInput | None) -> Plan | None:
     """``base`` with both choices; None where they need different blocks, of which a layer has one.
 
-    ``None`` for a gradient that the layer does not compute leaves the settings of ``base``.
+    ``None`` stands for a gradient that the layer did not compute: exact, should it be asked for later.
     """
-    blocks = {c.settings.get("block_size") for c in (grad_input, kept) if c is not None} - {None}
+    grad_input, kept = grad_input or EXACT_INPUT, kept or EXACT_KEPT
+    blocks = {c.settings.get("block_size") for c in (grad_input, kept)} - {None}
     if len(blocks) > 1:
         return None
-    return replace(base, **{k: v for c in (grad_input, kept) if c is not None for k, v in c.settings.items()})
+    return replace(base, **{k: v for c in (grad_input, kept) for k, v in c.settings.items()})

@@ -7,7 +7,7 @@ pytest.importorskip("matplotlib")
 from fidelity.store import Store, key_of
 from gradient_fidelity import TRAINING_KEY, TRAINING_VALUES
 from methods import ablation_page, shared, training_page
-from methods.advice import advice, claims
+from methods.claims import claims
 from methods.plan import Run
 from methods.rows import key
 from methods.summary import Results
@@ -63,22 +63,6 @@ def test_claims_are_the_rows(rows):
     assert line(table, ["MiniLM", "`paper`"])[2:] == ["-1.00 points", "0.2500", "1", "no: accuracy and bytes"]
 
 
-def test_advice_is_said_only_where_the_rows_say_it(rows):
-    said = advice(Results(rows))
-    about = {word: [s for s in said if word in s] for word in ("missed the bound", "norm", "little", "autocast")}
-    assert len(about["missed the bound"]) == 1
-    assert "**`paper`**" in about["missed the bound"][0] and "+0.2000" in about["missed the bound"][0]
-    assert about["norm"] == [s for s in said if "`paper` (50 times)" in s and "Python sources" in s]
-    assert "MiniLM, sentences of film reviews (linear inputs are 12% of it, 11% is saved)" in about["little"][0]
-    assert "Python sources" not in about["little"][0]
-    assert "MiniLM" in about["autocast"][0]
-    harmless = [r for r in rows if r["task"] == "code" and r["method"] != "paper"]
-    assert advice(Results(harmless)) == []
-    worse = [*harmless[:2], *(row("code", "default", s, s + 2.1, linear=125, kept=1000) for s in (0, 1))]
-    better = [row("code", "luq", s, s + 2.05, linear=120) for s in (0, 1)]
-    assert [s for s in advice(Results([*worse, *better])) if "LUQ" in s and "lost less" in s]
-
-
 def test_rows_of_other_settings_are_left_out(rows):
     short = row("prose", "exact", 0, 2.0, steps="3")
     old = row("code", "luq", 0, 1.0, configuration='{"hot": null}')
@@ -88,10 +72,10 @@ def test_rows_of_other_settings_are_left_out(rows):
     assert results.above("code", "luq", "held_out_loss") is None
 
 
-def test_training_page_holds_tables_advice_and_plot(rows, tmp_path):
+def test_training_page_holds_tables_and_plot(rows, tmp_path):
     training_page.write(rows, tmp_path)
     page = (tmp_path / "training.md").read_text()
-    for part in ("## Does it hold?", "## SmolLM2-135M, Python sources", "## When not to use HOT", "a machine, torch 2"):
+    for part in ("## Does it hold?", "## SmolLM2-135M, Python sources", "a machine, torch 2"):
         assert part in page
     table = [r.strip("| ").split(" | ") for r in page.splitlines() if r.startswith("| `exact`")]
     assert [r[:3] for r in table] == [
