@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,10 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..logits.deferred import DeferredLogits
-from ..saved_hooks import top_hooks
+from ..saved_hooks import in_checkpoint, top_hooks
 from .functions import BitDropout, BitReLU, RecomputedAttention
 from .hold import Exact, Groups, Hook, Identity, Recipe, View, is_fake
-from .kinds import CODECS, KINDS, QUOTIENTS, RECOMPUTED, Codec
+from .kinds import CENTERED, CODECS, KINDS, RECOMPUTED, Codec, is_constant_in_groups, is_smooth
 
 # Below this a scale and a kernel launch cost more than the bytes are worth: statistics, biases, single rows.
 SMALLEST = 4096
@@ -32,13 +33,15 @@ class BlockContext(TorchFunctionMode):
         self.codecs = CODECS if codecs is None else codecs
         self.outer: tuple[Hook, Hook] | None = top_hooks()
         self.codec: Codec | None = None  # of the function that is running
-        self.divisor: Tensor | None = None  # of the function that is running, where it has one
+        self.centered = False  # whether that function subtracts means
         self.differentiable: set[int] = set()  # storages of its arguments that need a gradient
         # One copy per tensor, for as long as this forward runs; the bytes themselves belong to the graph.
         self.held: dict[tuple, tuple[Identity, Any]] = {}
 
     def __enter__(self) -> BlockContext:
-        self.hooks = torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
+        # Inside a checkpoint each saved tensor is asked for once, which copies that nodes share are not.
+        stands_aside = in_checkpoint()
+        self.hooks = nullcontext() if stands_aside else torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
         self.hooks.__enter__()
         return super().__enter__()
 
@@ -50,30 +53,38 @@ class BlockContext(TorchFunctionMode):
     # Saved-tensor hook
 
     def pack(self, tensor: Tensor) -> Exact | Groups | Recipe | View:
-        if self.codec is None or not self.packable(tensor) or self.is_divisor(tensor):
+        """The copy that there is, if it is good enough for the function that is running; a better one takes its place
+        for all who hold it."""
+        rounds = self.codec is not None and self.packable(tensor)
+        if not rounds and not self.shareable(tensor):
             return Exact(tensor, self.outer)
         held = self.find(tensor)
-        if held is None:
-            held = Groups(tensor, self.codec, self.outer)
-            self.remember(tensor, held)
-        return held
+        if held is not None and (not held.rounded or (rounds and (held.centered or not self.centered))):
+            return held
+        better = Groups(tensor, self.codec, self.outer, self.centered) if rounds else Exact(tensor, self.outer)
+        if held is not None:
+            held.become(better)
+        self.remember(tensor, better)
+        return better
 
     def unpack(self, held: Any) -> Tensor:
         return held.value()
 
+    def shareable(self, tensor: Tensor) -> bool:
+        return (
+            (type(tensor) is Tensor or is_fake(tensor))  # neither a Parameter nor a layout of its own
+            and tensor.is_floating_point()
+            and tensor.numel() >= SMALLEST
+        )
+
     def packable(self, tensor: Tensor) -> bool:
         return (
-            tensor.is_floating_point()
-            and (type(tensor) is Tensor or is_fake(tensor))  # neither a Parameter nor a layout of its own
-            and tensor.numel() >= SMALLEST
+            self.shareable(tensor)
             and tensor.dim() > 1
             and tensor.shape[-1] > 1
             and (tensor.requires_grad or tensor.untyped_storage()._cdata in self.differentiable)
             and tensor.untyped_storage().nbytes() >= tensor.numel() * tensor.element_size()  # not expanded
         )
-
-    def is_divisor(self, tensor: Tensor) -> bool:
-        return self.divisor is not None and Identity.key(tensor) == Identity.key(self.divisor)
 
     def find(self, tensor: Tensor) -> Any | None:
         entry = self.held.get(Identity.key(tensor))
@@ -94,8 +105,8 @@ class BlockContext(TorchFunctionMode):
         if replacement is not None and (out := replacement(self, *args, **kwargs)) is not NotImplemented:
             return out
         name = getattr(func, "__name__", "")
-        self.codec = self.codecs.get(KINDS.get(name, "")) if _is_smooth(name, args, kwargs) else None
-        self.divisor = _divisor(name, args, kwargs)
+        self.codec = self.codecs.get(KINDS[name]) if name in KINDS and is_smooth(name, args, kwargs) else None
+        self.centered = name in CENTERED
         if self.codec is not None:
             self.differentiable = {
                 a.untyped_storage()._cdata for a in args if isinstance(a, Tensor) and a.requires_grad
@@ -103,7 +114,7 @@ class BlockContext(TorchFunctionMode):
         try:
             out = func(*args, **kwargs)
         finally:
-            self.codec = self.divisor = None
+            self.codec, self.centered = None, False
         if self.held and name in RECOMPUTED and isinstance(out, Tensor) and self.packable(out):
             self.note_recipe(func, args, kwargs, out)
         return out
@@ -118,10 +129,9 @@ class BlockContext(TorchFunctionMode):
         if self.find(out) is not None:  # x.to(its own type) is x
             return
         ingredients, from_held = [], False
-        divisor = _divisor(getattr(func, "__name__", ""), args, kwargs)
         for a in args:
             if isinstance(a, Tensor):
-                held = self.find(a) if a is not divisor else None
+                held = self.find(a)
                 from_held = from_held or held is not None
                 if held is None:
                     if a.numel() >= SMALLEST and not isinstance(a, nn.Parameter) and a.shape[-1] > 1:
@@ -129,22 +139,18 @@ class BlockContext(TorchFunctionMode):
                     held = Exact(a, self.outer)
                 a = held
             ingredients.append(a)
-        if from_held and not any(isinstance(v, Tensor) for v in kwargs.values()):
-            self.remember(out, Recipe(func, tuple(ingredients), kwargs, out.shape))
+        recipe = Recipe(func, tuple(ingredients), kwargs, out.shape)
+        scaled_up = recipe.rounded and KINDS.get(func.__name__) == "product" and not _keeps_groups(args)
+        if from_held and not scaled_up and not any(isinstance(v, Tensor) for v in kwargs.values()):
+            self.remember(out, recipe)
 
 
-def _is_smooth(name: str, args: tuple, kwargs: dict) -> bool:
-    """Whether rounding its argument moves the function's derivative a little: of ``pow`` that of whole exponents."""
-    if name != "pow":
-        return True
-    exponent = args[1] if len(args) > 1 else kwargs.get("exponent")
-    return isinstance(exponent, (int, float)) and exponent >= 1 and float(exponent).is_integer()
-
-
-def _divisor(name: str, args: tuple, kwargs: dict) -> Tensor | None:
-    """What a quotient divides by, where that is a tensor."""
-    found = args[1] if len(args) > 1 else kwargs.get("other")
-    return found if name in QUOTIENTS and isinstance(found, Tensor) else None
+def _keeps_groups(factors: tuple) -> bool:
+    """Whether a product scales each group of one of its factors as a whole. A factor that differs within a group may be
+    the inverse of what it meets there: x / std of each column would be 0 where x was rounded to 0, though its own
+    values are as large there as in any other column."""
+    tensors = [x for x in factors if isinstance(x, Tensor)]
+    return any(all(y is x or is_constant_in_groups(y, x) for y in factors) for x in tensors)
 
 
 def _attention(

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +19,6 @@ from .kinds import Codec
 
 Hook = Callable[[Any], Any]
 
-
 FLOAT16_MAX = torch.finfo(torch.float16).max
 
 
@@ -30,26 +31,48 @@ def _as_is(value: Any) -> Any:
     return value
 
 
-def pack_groups(flat: Tensor, codec: Codec) -> tuple[Tensor, Tensor]:
-    """Pack a flat tensor in groups of ``codec.group``; scales in bfloat16, 2^-9 off: a fifth of int8's error."""
-    tail = -flat.numel() % codec.group
-    if tail:
-        flat = torch.nn.functional.pad(flat, (0, tail))
-    packed, scale = ops.compress(flat.view(-1, codec.group), codec.format, 8, 16, True, "nearest", 0)
-    return packed, scale.to(torch.bfloat16)
+@cache
+def _largest_scale(dtype: torch.dtype) -> float:
+    """The largest bfloat16 that 127 times stays finite in ``dtype``: 512 in float16, as 65,504 / 127 rounds to 516."""
+    fraction, exponent = math.frexp(min(torch.finfo(dtype).max, torch.finfo(torch.float32).max) / 127)
+    return math.ldexp(math.floor(fraction * 256), exponent - 8)
+
+
+def pack_groups(flat: Tensor, codec: Codec, centered: bool = False) -> tuple[Tensor, Tensor]:
+    """Pack a flat tensor in groups of ``codec.group``; scales in bfloat16, 2^-9 off: a fifth of int8's error.
+
+    Returns:
+        integers (groups, ...) and scales (groups,); where ``centered``, (groups, 2): the scale of what is left of each
+        group without its mean, and that mean.
+    """
+    if tail := -flat.numel() % codec.group:
+        flat = torch.cat((flat, flat[-1:].expand(tail)))  # not zeros: they would move a mean
+    groups = flat.view(-1, codec.group)
+    if centered:
+        groups = groups.to(torch.promote_types(groups.dtype, torch.float32))
+        mean = groups.mean(1).to(torch.bfloat16)
+        groups = groups - mean[:, None]
+    packed, scale = ops.compress(groups, codec.format, 8, 16, True, "nearest", 0)
+    rounded = scale.to(torch.bfloat16)
+    if codec.format == "int8":  # what was finite stays so; what was not shows as nan
+        rounded = torch.where(scale.isfinite(), rounded.clamp(max=_largest_scale(groups.dtype)), rounded)
+    return packed, torch.stack((rounded, mean), 1) if centered else rounded
 
 
 def unpack_groups(packed: Tensor, scale: Tensor, codec: Codec, numel: int, dtype: torch.dtype) -> Tensor:
     """The inverse of ``pack_groups``: ``numel`` values in ``dtype``, flat."""
+    scale, mean = (scale, None) if scale.dim() == 1 else scale.unbind(1)
     if codec.format == "int8":
         # Eight bits times eight bits: in bfloat16 the product is rounded once, as it would be from float32.
-        wide = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+        wide = torch.bfloat16 if dtype == torch.bfloat16 and mean is None else torch.float32
         values = packed.to(wide).mul_(scale.to(wide)[:, None])
     else:
-        values = reference.unpack_int4(packed, codec.group).to(torch.float32).mul_(scale.to(torch.float32)[:, None])
+        wide = torch.float32
+        values = reference.unpack_int4(packed, codec.group).to(wide).mul_(scale.to(wide)[:, None])
         values = reference.hadamard(values, 16)
-    if dtype == torch.float16:
-        # Scales are bfloat16, up to 0.4% too large: what was finite stays finite.
+    if mean is not None:
+        values.add_(mean.to(wide)[:, None])
+    if dtype == torch.float16 and (mean is not None or codec.format != "int8"):  # a sum may exceed the largest
         values.clamp_(-FLOAT16_MAX, FLOAT16_MAX)
     return values.view(-1)[:numel].to(dtype)
 
@@ -57,12 +80,14 @@ def unpack_groups(packed: Tensor, scale: Tensor, codec: Codec, numel: int, dtype
 class Exact:
     """The tensor itself, with autograd's check that nobody has changed it since."""
 
-    __slots__ = ("checked", "handle", "tensor_version", "unpack")
+    __slots__ = ("checked", "handle", "shape", "tensor_version", "unpack")
+    rounded = False
 
     def __init__(self, tensor: Tensor, outer: tuple[Hook, Hook] | None) -> None:
         # Detached: an output kept as it is would hold its own node, and the node it, for ever. Versions are shared.
         tensor = tensor if tensor.is_leaf else tensor.detach()
         pack, self.unpack = outer or (_as_is, _as_is)
+        self.shape = tensor.shape
         self.checked = outer is None and not tensor.is_inference()
         self.tensor_version = tensor._version if self.checked else 0
         self.handle = pack(tensor)
@@ -95,16 +120,17 @@ class Layout:
     __slots__ = ("codec", "dtype", "numel", "shape", "stride")
 
     @classmethod
-    def pack(cls, tensor: Tensor, codec: Codec) -> tuple[Layout, Tensor, Tensor]:
-        """The layout of ``tensor``, its packed values in the order of its memory, and their scales."""
+    def pack(cls, tensor: Tensor, codec: Codec, centered: bool = False) -> tuple[Layout, Tensor, Tensor]:
+        """The layout of ``tensor``, its packed values in the order of its memory (``centered``: of its rows), and their
+        scales."""
         tensor = tensor.detach()
-        if not _dense(tensor):
+        if centered or not _dense(tensor):
             tensor = tensor.contiguous()
         layout = cls()
         layout.codec, layout.numel, layout.dtype = codec, tensor.numel(), tensor.dtype
         layout.shape, layout.stride = tensor.shape, tensor.stride()
         flat = tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((layout.numel,), (1,))
-        return layout, *pack_groups(flat, codec)
+        return layout, *pack_groups(flat, codec, centered)
 
     def unpack(self, packed: Tensor, scale: Tensor) -> Tensor:
         return unpack_groups(packed, scale, self.codec, self.numel, self.dtype).as_strided(self.shape, self.stride)
@@ -141,14 +167,25 @@ _unpacked = _Unpacked()
 class Groups:
     """A tensor in packed groups, handed on to the saved-tensor hooks that were there before, if any."""
 
-    __slots__ = ("layout", "packed", "scale", "shape", "unpack")
+    __slots__ = ("better", "centered", "layout", "packed", "scale", "shape", "unpack")
 
-    def __init__(self, tensor: Tensor, codec: Codec, outer: tuple[Hook, Hook] | None) -> None:
+    def __init__(self, tensor: Tensor, codec: Codec, outer: tuple[Hook, Hook] | None, centered: bool = False) -> None:
         pack, self.unpack = outer or (_as_is, _as_is)
-        self.layout, packed, scale = Layout.pack(tensor, codec)
+        self.layout, packed, scale = Layout.pack(tensor, codec, centered)
         self.packed, self.scale, self.shape = pack(packed), pack(scale), tensor.shape
+        self.centered, self.better = centered, None
+
+    @property
+    def rounded(self) -> bool:
+        return self.better is None or self.better.rounded
+
+    def become(self, better: Exact | Groups) -> None:
+        """Let go of these bytes: somebody has to hold the tensor better."""
+        self.better, self.packed, self.scale = better, None, None
 
     def value(self) -> Tensor:
+        if self.better is not None:
+            return self.better.value().reshape(self.shape)
         value = _unpacked.find(self)
         if value is None:
             value = self.layout.unpack(self.unpack(self.packed), self.unpack(self.scale))
@@ -160,15 +197,23 @@ class Recipe:
     """A tensor computed again, by the function that made it, from what its input is held as."""
 
     __slots__ = ("args", "function", "kwargs", "shape")
+    centered = False
 
     def __init__(self, function: Callable, args: tuple, kwargs: dict, shape: torch.Size) -> None:
         self.function, self.args, self.kwargs, self.shape = function, args, kwargs, shape
+
+    @property
+    def rounded(self) -> bool:
+        return any(a.rounded for a in self.args if isinstance(a, HELD))
+
+    def become(self, better: Exact | Groups) -> None:
+        """Those who hold it go on computing it: it has no bytes to let go of."""
 
     @torch.no_grad()
     def value(self) -> Tensor:
         args = [a.value() if isinstance(a, HELD) else a for a in self.args]
         out = self.function(*args, **self.kwargs)
-        return out.clamp(-FLOAT16_MAX, FLOAT16_MAX) if out.dtype == torch.float16 else out
+        return out.clamp(-FLOAT16_MAX, FLOAT16_MAX) if out.dtype == torch.float16 and self.rounded else out
 
 
 class View:
@@ -176,8 +221,19 @@ class View:
 
     __slots__ = ("held", "shape")
 
-    def __init__(self, held: Groups | Recipe, shape: torch.Size) -> None:
+    def __init__(self, held: Exact | Groups | Recipe, shape: torch.Size) -> None:
         self.held, self.shape = held, shape
+
+    @property
+    def rounded(self) -> bool:
+        return self.held.rounded
+
+    @property
+    def centered(self) -> bool:
+        return self.held.centered
+
+    def become(self, better: Exact | Groups) -> None:
+        self.held.become(better)
 
     def value(self) -> Tensor:
         return self.held.value().reshape(self.shape)

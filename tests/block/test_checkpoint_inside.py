@@ -10,7 +10,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from hot_hf import HOTConfig, apply_hot
-from hot_hf.block import boundaries
+from hot_hf.block import HOTBlockMixin, boundaries
+from hot_hf.block.context import BlockContext
+from hot_hf.logits import heads
+from hot_hf.logits.deferred import DeferredLogits
 from tests.models import grads, tiny_llama, token_batch, whole_error
 
 EXACT_LAYERS = {"grad_input_bits": None, "activation_format": "none"}
@@ -89,6 +92,53 @@ def test_a_checkpoint_around_a_compressed_block(reentrant):
     (loss, found), (exact_loss, wanted) = backward(model, x), backward(exact, x)
     assert torch.equal(loss, exact_loss)
     assert whole_error(found, wanted) < 1e-6  # checkpointed by somebody else: nothing is packed
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_checkpoint_around_a_context_of_its_own(reentrant):
+    """A checkpoint hands out each tensor once: copies that several nodes hold are not for it."""
+
+    def inner(x):
+        with BlockContext():
+            h = x * 1.0
+            return F.silu(h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + 1e-6)).pow(2) * h + torch.relu(h)
+
+    found, wanted = (torch.randn(64, 128, requires_grad=True) for _ in range(2))
+    wanted.data.copy_(found)
+    weights = torch.randn(64, 128)
+    with BlockContext():
+        y = checkpoint(inner, found * 1.0, use_reentrant=reentrant) * 2
+    (y * weights).sum().backward()
+    (inner(wanted) * 2 * weights).sum().backward()
+    assert whole_error({"x": found.grad}, {"x": wanted.grad}) < NEAR
+
+
+def test_a_root_that_is_a_block_makes_no_logits(monkeypatch):
+    """Its function mode sees deferred logits pass by, and asks none of them for their memory."""
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embed, self.linear = nn.Embedding(97, 64), nn.Linear(64, 64)
+            self.lm_head = nn.Linear(64, 97, bias=False)
+
+        def get_output_embeddings(self):
+            return self.lm_head
+
+        def forward(self, ids):
+            hidden = F.gelu(self.linear(self.embed(ids))) * 2
+            logits = (torch.tanh(self.lm_head(hidden) / 30.0) * 30.0 * torch.tensor(2.0)).float()
+            return F.cross_entropy(logits[:, :-1].reshape(-1, 97), ids[:, 1:].reshape(-1))
+
+    monkeypatch.setattr(heads, "SMALLEST_BYTES", 1)
+    monkeypatch.setattr(DeferredLogits, "real", lambda self: pytest.fail("the logits were made"))
+    model = Model().train()
+    exact = copy.deepcopy(model)
+    apply_hot(model, HOTConfig(compress="block", **EXACT_LAYERS))
+    ids = torch.randint(97, (4, 64))
+    for m in (model, exact):
+        m(ids).backward()
+    assert isinstance(model, HOTBlockMixin) and whole_error(grads(model), grads(exact)) < NEAR
 
 
 def opt():

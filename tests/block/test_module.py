@@ -124,7 +124,8 @@ def test_one_copy_however_many_nodes_keep_it():
     assert len({id(held) for held in probe.held_as(h)}) == 1 and len(probe.held_as(h)) == 2
     assert isinstance(probe.held_as(normed)[0], Recipe) and isinstance(probe.held_as(weight)[0], Exact)
     held = [h for _, h in probe.log]
-    assert sum(isinstance(h, Groups) for h in {id(h): h for h in held}.values()) == 2  # h and up
+    packed = {id(h) for h in held if isinstance(h, Groups)}
+    assert len(packed) == 3  # h, up, and weight * normed, whose factor differs from column to column
     y.sum().backward()
     exact_x = x.detach().clone().requires_grad_()
     e = exact_x * 1.0
