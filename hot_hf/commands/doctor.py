@@ -78,7 +78,11 @@ def kernels_for(device: torch.device) -> str:
     if device.type == "cpu":
         if not BACKEND.warm_up():
             return "plain torch instead of kernels: they could not be built (the log says why)"
-        return f"compiled kernels, int8 products {'on AMX tiles' if products.has_amx() else 'by torch'}"
+        if products.has_amx():
+            return "compiled kernels, int8 products on AMX tiles"
+        if products.int_mm_serves():
+            return "compiled kernels, int8 products by torch"
+        return "compiled kernels, products in float32: this CPU has no fast int8 product; HOT saves memory and no time"
     reason = dispatch.why_no_kernels(device.type, device.index)
     return "Triton kernels" if reason is None else f"plain torch instead of kernels: {reason}"
 

@@ -26,12 +26,18 @@ def test_the_report_names_devices_backends_and_operators(capsys):
 
 
 @pytest.mark.parametrize(
-    ("compiled", "tiles", "words"),
-    [(True, True, "int8 products on AMX tiles"), (True, False, "by torch"), (False, False, "plain torch instead")],
+    ("compiled", "tiles", "fast", "words"),
+    [
+        (True, True, True, "int8 products on AMX tiles"),
+        (True, False, True, "by torch"),
+        (True, False, False, "products in float32: this CPU has no fast int8 product"),
+        (False, False, True, "plain torch instead"),
+    ],
 )
-def test_what_serves_the_cpu_is_named(monkeypatch, compiled, tiles, words):
+def test_what_serves_the_cpu_is_named(monkeypatch, compiled, tiles, fast, words):
     monkeypatch.setattr(cpu, "warm_up", lambda: compiled)
     monkeypatch.setattr(doctor.products, "has_amx", lambda: tiles)
+    monkeypatch.setattr(doctor.products, "int_mm_serves", lambda: fast)
     assert words in doctor.kernels_for(torch.device("cpu"))
 
 

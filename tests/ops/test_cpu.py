@@ -273,11 +273,33 @@ def test_without_a_compiler(tmp_path, environment, reason):
 def test_inexact_int_mm_is_not_used(monkeypatch, caplog):
     """A processor whose int8 product saturates gets the exact one."""
     monkeypatch.setattr(products, "has_amx", lambda: False)
+    monkeypatch.setattr(products, "int_mm_serves", products.int_mm_serves.__wrapped__)  # asked anew
     monkeypatch.setattr(products, "int_mm_is_exact", lambda: False)
     monkeypatch.setattr(torch, "_int_mm", lambda *a, **k: pytest.fail("torch._int_mm was called"))
     a = torch.full((5, 300), 127, dtype=torch.int8)
     with caplog.at_level(logging.WARNING):
         assert (cpu.scaled_product(a, a.t(), torch.ones(1), None, torch.float32) == 127 * 127 * 300).all()
+
+
+@pytest.mark.parametrize("serves", [True, False])
+def test_products_are_the_same_by_torch_and_in_float32(monkeypatch, serves):
+    """Where torch's int8 product is slow its sums come from float32, bit for bit: extreme values, long contractions,
+    rows in several slices."""
+    monkeypatch.setattr(products, "has_amx", lambda: False)
+    monkeypatch.setattr(products, "int_mm_serves", lambda: serves)
+    monkeypatch.setattr(products, "SCRATCH_BYTES", 4 * 64 * 7)
+    for _ in range(6):
+        m, k, n = random.choice([1, 5, 33]), random.choice([1, 64, 3000]), 64
+        a = torch.randint(-127, 128, (m, k), dtype=torch.int8)
+        b = torch.randint(-127, 128, (k, n), dtype=torch.int8)
+        a[0], b[:, 0] = 127, random.choice([-127, 127])
+        scales = torch.rand(m), torch.rand(n)
+        for dtype in DTYPES:
+            found = cpu.scaled_product(a, b, *scales, dtype)
+            assert torch.equal(found, reference.scaled_product(a, b, *scales, dtype))
+        found = products.scaled_product_hadamard(a, b, scales[0], 16, 50, torch.float32)
+        wanted = reference.hadamard(reference.scaled_product(a, b, scales[0], None, torch.float32), 16)[:, :50]
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-3)  # the transform adds in another order
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,12 +1,13 @@
 """int8 products whose int32 sums are scaled, and transformed if asked, before they leave the cache.
 
 On AMX tiles by the kernels' own product (``product.h``); elsewhere, and under ``HOT_HF_CPU_AMX=0``, by torch's (oneDNN:
-AVX-512 VNNI) followed by a pass over its sums.
+AVX-512 VNNI), or, where that is slow, by float32 products, which are exact, followed by a pass over the sums.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from functools import cache
 
 import torch
@@ -31,6 +32,24 @@ def int_mm_is_exact() -> bool:
     return bool((torch._int_mm(extreme, -extreme) == -127 * 127 * 64).all())
 
 
+@cache
+def int_mm_serves() -> bool:
+    """Whether torch's int8 product is exact and no slower than float32 products of the same integers, measured once.
+
+    On a CPU with AVX2 alone (torch 2.13) it runs at 1 Gop/s, where float32 reaches 55. The sums are the same.
+    """
+    if not int_mm_is_exact():
+        return False
+    a = torch.ones((256, 256), dtype=torch.int8)
+    seconds = []
+    for product in (torch._int_mm, reference.exact_int_product):
+        product(a, a)
+        start = time.perf_counter()
+        product(a, a)
+        seconds.append(time.perf_counter() - start)
+    return seconds[0] <= seconds[1]
+
+
 def _plain(t: Tensor) -> Tensor:
     """``t``, or a copy where ``_int_mm`` (2.13) multiplies garbage: a matrix with an axis of one element, whose stride
     may be anything (the transpose of a column is (1, K) with strides (1, 1)), and one whose rows overlap (expanded).
@@ -44,7 +63,7 @@ def int_product(a: Tensor, b: Tensor, out: Tensor | None = None) -> Tensor:
     """int8 (M, K) times int8 (K, N) as int32; any strides, empty axes give zeros."""
     if 0 in (a.shape[0], a.shape[1], b.shape[1]):
         return torch.zeros(a.shape[0], b.shape[1], dtype=torch.int32)
-    if not int_mm_is_exact():
+    if not int_mm_serves():
         return reference.exact_int_product(a, b)
     a, b = _plain(a), _plain(b)
     return torch._int_mm(a, b) if out is None else torch._int_mm(a, b, out=out)
@@ -62,7 +81,7 @@ def _product(
         return None
     if not 0 < a.shape[1] <= reference.MAX_CONTRACTION or 0 in (a.shape[0], width):
         return None
-    if not has_amx() and (packed or not int_mm_is_exact()):
+    if not has_amx() and packed:
         return None
     out = torch.empty(a.shape[0], columns, dtype=dtype)
     a_scale = a_scale.contiguous()
@@ -108,15 +127,18 @@ def _tiled(a: Tensor, b: Tensor, width: int, scales: Scales, block: int, out: Te
 
 
 def _sliced(a: Tensor, b: Tensor, width: int, scales: Scales, block: int, out: Tensor) -> None:
-    """torch's product, slice by slice, so that the int32 sums are still in the cache when they are scaled."""
+    """torch's product or float32's, in slices whose int32 sums are still in the cache when they are scaled."""
     height, columns = a.shape[0], out.shape[1]
     a_scale, a_step, b_scale, b_step = scales
-    b = _plain(b)
+    serves = int_mm_serves()
+    b = _plain(b) if serves else b.float()
     rows = max(1, min(height, SCRATCH_BYTES // (4 * width)))
     scratch = temporary(rows, width, torch.int32)
     for start in range(0, height, rows):
         count = min(rows, height - start)
-        part = torch._int_mm(_plain(a[start : start + count]), b, out=scratch[:count])
+        part = a[start : start + count]
+        into = scratch[:count]
+        part = torch._int_mm(_plain(part), b, out=into) if serves else reference.exact_int_product(part, b)
         failed = library().hot_hf_epilogue(
             part.data_ptr(),
             count,
