@@ -269,3 +269,25 @@ def test_command(tmp_path, capsys):
     apply_hot(model, config)
     assert main(["fit", str(tmp_path), "--memory-gb", "0.001", *size]) == 2
     assert "too little" in capsys.readouterr().err
+
+
+def test_sharded_weights_are_refused():
+    """ZeRO-3 marks its parameters so; FSDP2's are DTensors."""
+    model, batch = llama(1)
+    apply_hot(model, HOTConfig(memory="1GiB"))
+    next(model.parameters()).ds_id = 7
+    with pytest.raises(ValueError, match="are sharded. Leave memory out"):
+        model(**batch)
+
+
+def test_under_the_trainer_with_autocast(tmp_path):
+    """accelerate puts autocast into the model's own forward; the plan is for that type all the same."""
+    from hot_hf import HOTCallback
+    from tests.training import rows, trainer
+
+    model = tiny_llama(layers=2)
+    run = trainer(model, rows(8, 40), tmp_path, [HOTCallback(HOTConfig(memory="1GiB"))], max_steps=2, bf16=True)
+    run.train()
+    # Where the type is multiplied natively exact blocks are the fastest, and there is room for them.
+    assert {block.hot_block.mode for block in compressed_blocks(model).values()} == {"exact"}
+    assert "2 blocks exact" in str(report_of(model))
