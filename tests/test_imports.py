@@ -74,7 +74,9 @@ def modules_of(folder: str) -> dict[str, Path]:
     return {p.stem: p for p in (PACKAGE / folder).glob("*.py") if p.stem != "__init__"}
 
 
-@pytest.mark.parametrize("folder", ["selection", "block", "memory", "demo", "commands", "ops/cpu", "ops/triton"])
+@pytest.mark.parametrize(
+    "folder", ["selection", "logits", "block", "dry_run", "fit", "memory", "demo", "commands", "ops/cpu", "ops/triton"]
+)
 def test_no_circle_inside_a_folder(folder):
     """Its modules can be put in an order in which each imports only earlier ones."""
     modules = modules_of(folder)
