@@ -189,11 +189,22 @@ class HOTConfig(Plan):
                     f"HOTConfig.memory={self.memory!r} chooses compress for each block itself: leave "
                     f"compress={self.compress!r} out."
                 )
+            if self._measures:
+                raise ValueError(
+                    f"HOTConfig.memory={self.memory!r} cannot be kept while a selection measures, which takes exact "
+                    "inputs: leave selection, max_grad_error and max_bytes out, and write "
+                    "grad_input_granularity='per_token' in place of 'lqs'."
+                )
+
+    @property
+    def _measures(self) -> bool:
+        """Whether layers measure before their plans are chosen."""
+        budgets = (self.selection, self.max_grad_error, self.max_bytes)
+        return self.grad_input_granularity == "lqs" or any(value is not None for value in budgets)
 
     def _check_selection(self) -> None:
         error, size = self.max_grad_error, self.max_bytes
-        measures = self.selection or self.grad_input_granularity == "lqs" or error is not None or size is not None
-        if measures and isinstance(self.compress, dict) and "exact" in self.compress.values():
+        if self._measures and isinstance(self.compress, dict) and "exact" in self.compress.values():
             raise ValueError(
                 f"HOTConfig.compress={self.compress!r} has blocks that are exact, whose layers a selection could never "
                 "measure: exclude their layers instead."

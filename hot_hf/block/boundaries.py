@@ -52,6 +52,26 @@ class _Packed:
         return values.view(self.shape).requires_grad_()
 
 
+def without_caches(block: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any] | None:
+    """``kwargs`` of a block's forward without a cache of keys and values, which a second run would fill a second time,
+    as transformers' checkpointing leaves it out in training; None where the cache holds something (prefix tuning) or is
+    wanted (evaluation): such a block cannot run twice."""
+    caches = [v for v in (*args, *kwargs.values()) if hasattr(v, "get_seq_length")]
+    if not caches:
+        return kwargs
+    by_position = any(hasattr(v, "get_seq_length") for v in args)
+    if not block.training or by_position or any(_holds_something(cache, block) for cache in caches):
+        return None
+    changes = {name: None for name, value in kwargs.items() if hasattr(value, "get_seq_length")}
+    return {**kwargs, **changes, **({"use_cache": False} if kwargs.get("use_cache") else {})}
+
+
+def _holds_something(cache: Any, block: nn.Module) -> bool:
+    """Whether ``cache`` has keys for ``block`` before it runs."""
+    places = {m.layer_idx for m in block.modules() if isinstance(getattr(m, "layer_idx", None), int)}
+    return not places or any(int(cache.get_seq_length(place)) > 0 for place in places)
+
+
 def checkpoint_packed(run: Callable, function: Callable, *args: Any, **kwargs: Any) -> Any:
     """``run(function, *args, **kwargs)``, where ``run`` is a checkpoint function, keeping large inputs packed.
 

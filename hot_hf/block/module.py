@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, wraps
@@ -16,7 +17,7 @@ from ..decisions import matches
 from ..layers import HOTMixin
 from ..saved_hooks import in_backward, in_checkpoint, refuses_hooks
 from ..torch_compile import is_plain_here
-from .boundaries import checkpoint_packed, own_checkpoint
+from .boundaries import checkpoint_packed, own_checkpoint, without_caches
 from .context import BlockContext
 from .find import find_blocks, is_checkpointing_layer
 
@@ -47,6 +48,12 @@ class HOTBlockMixin(Swapped):
             if mode in ("auto", "inputs", "exact") or _cannot_save() or in_checkpoint():
                 return original.forward(self, *args, **kwargs)
             if mode == "checkpoint":
+                again = without_caches(self, args, kwargs)
+                if again is None:
+                    if self.training:
+                        warnings.warn("hot_hf: a block whose cache holds keys is not checkpointed", stacklevel=2)
+                    return original.forward(self, *args, **kwargs)
+                kwargs = again
                 return checkpoint_packed(own_checkpoint, partial(original.forward, self), *args, **kwargs)
             with BlockContext():
                 return original.forward(self, *args, **kwargs)

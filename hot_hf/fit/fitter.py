@@ -100,7 +100,7 @@ class Fitter:
     def upgrades(self) -> list[_Upgrade]:
         """In the order in which a growing budget affords them: most time saved per byte first, and of equal ones the
         last block's, whose bytes are gone when an earlier block's are made again."""
-        modes = [m for m in self.costs if m != "exact" or not self._measuring()]
+        modes = list(self.costs)
         left = {mode: self._dry_run(dict.fromkeys(self.blocks, mode)).units for mode in modes}
         found = []
         for place, name in enumerate(self.blocks):
@@ -150,10 +150,6 @@ class Fitter:
         self._set(modes)
         self._bar.update()
         return self.run(*self.args, **self.kwargs)
-
-    def _measuring(self) -> bool:
-        """Whether a selection is to measure layers: they must not be exact meanwhile."""
-        return any(getattr(m, "hot", None) is not None and m.hot.probe is not None for m in self.model.modules())
 
 
 def _hull(block: str, costs: dict[str, tuple[int, float]]) -> list[_Upgrade]:

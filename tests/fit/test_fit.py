@@ -213,6 +213,8 @@ def test_modes_by_pattern():
         ({"memory": "lots"}, "is no size"),
         ({"memory": "1GiB", "compress": "block"}, "chooses compress for each block itself"),
         ({"compress": {"*": "exact"}, "max_bytes": "10%"}, "exclude their layers instead"),
+        ({"memory": "1GiB", "max_bytes": "10%"}, "while a selection measures"),
+        ({"memory": "1GiB", "grad_input_bits": 4, "grad_input_granularity": "lqs"}, "while a selection measures"),
     ],
 )
 def test_bad_settings(settings, said):
