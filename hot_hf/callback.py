@@ -80,7 +80,7 @@ class HOTCallback(TrainerCallback, ExportableState):
     ) -> None:
         self.hot_config = None if hot_config is None else HOTConfig.coerce(hot_config)
         self.error_every, self.error_layers, self.audit_steps = error_every, error_layers, audit_steps
-        # Of the run that a checkpoint comes from; what this run's layers have chosen is read off them.
+        # Of the run that has ended, or that a checkpoint comes from; what a run's layers have chosen is read off them.
         self._saved: dict[str, str | dict[str, Any]] = {}
         self.measured_with = ""  # the configuration they were measured with, as JSON
         self.batch_size: int | None = None  # rows of a micro-batch of this run
@@ -234,6 +234,7 @@ class HOTCallback(TrainerCallback, ExportableState):
             save_beside(model, args.output_dir)
 
     def on_train_end(self, args, state, control, model=None, **kwargs):
+        self.selection = self.selection  # to be told when the model is gone
         stop_measuring(model)
         self._forget()
 

@@ -1,6 +1,7 @@
 """What a selection has chosen, when training starts again, at another batch size, under adapters, after unfreezing."""
 
 import copy
+import gc
 import json
 
 import pytest
@@ -240,3 +241,10 @@ def test_choices_survive_a_copy():
     fix_selection(model)
     twin = copy.deepcopy(model)
     assert plans(twin) == plans(model) and all(layer.hot.chosen for layer in layers(twin).values())
+
+
+def test_the_callback_tells_choices_when_the_model_is_gone(tmp_path):
+    callback = HOTCallback(CONFIGS["lqs"])
+    trainer(tiny_llama(), rows(12), tmp_path, [callback], max_steps=3).train()
+    gc.collect()
+    assert len(callback.selection) == 14 and set(callback.selection.values()) <= {"per_token", "per_tensor"}
