@@ -15,7 +15,8 @@ HEAD = """# Memory, time and loss, side by side
 `python benchmarks/compare_memory.py`, every row in a process of its own, torch {torch}. Kept: bytes that autograd saves
 for the backward, each storage once, counted by saved-tensor hooks. Without loss: less what logits and loss keep.
 Resident: the growth of the process's peak in its first step, with gradients, optimizer state and everything temporary.
-Rows without a loss ran three steps. What the numbers mean is in [memory.md](../memory.md).
+Rows without a loss ran three steps. All are from before HOT's loss ran in chunks of tokens, which spares HOT's rows the
+logits ([peaks.md](peaks.md)). What the numbers mean is in [memory.md](../memory.md).
 
 Seconds (`--time`): a step of forward, loss, backward and AdamW on the same parameters, median of interleaved rounds;
 the ratio is the median of the pairs'.
