@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 from importlib import import_module
 
@@ -32,6 +33,8 @@ def main(argv: list[str] | None = None) -> int:
         if name in argv[:1]:  # import only what runs: `hot-hf --help` needs no transformers
             _module(module).add_arguments(command)
     args = parser.parse_args(argv)
+    # PEFT imports bitsandbytes, which complains on CPUs with bfloat16 of a package that its 4-bit products could use.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     try:
         return _module(COMMANDS[args.command][0]).run(args)
     except (ValueError, OSError, ImportError) as error:

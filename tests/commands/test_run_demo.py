@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import logging
 
 import pytest
 
@@ -95,3 +96,16 @@ def test_standard_library_split_has_no_common_file():
     rows = data.pack(data.read_sources(files), Characters(), 10)
     assert len(rows) == 10 and all(len(row) == data.ROW_TOKENS for row in rows)
     assert len({tuple(row) for row in data.pack(data.read_sources(files[:1]), Characters(), 10)}) <= data.ROWS_PER_FILE
+
+
+def test_commands_do_not_print_what_bitsandbytes_lacks(tmp_path):
+    """Its module warns when PEFT imports it; the name is that of the module that does."""
+    from importlib.util import find_spec
+
+    from hot_hf.cli import main
+
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    logger.setLevel(logging.NOTSET)
+    assert find_spec(logger.name) is not None
+    assert main(["plan", "show", str(tmp_path / "none.json")]) == 2
+    assert not logger.isEnabledFor(logging.WARNING) and logger.isEnabledFor(logging.ERROR)
