@@ -1,5 +1,6 @@
 """TRL's trainers with the callback and without, each with its own defaults (checkpointing on, its own losses)."""
 
+import importlib
 import random
 
 import pytest
@@ -26,6 +27,8 @@ DATA = {
     "SFT": lambda: [{"text": words(20)} for _ in range(8)],
     "DPO": preference,
     "KTO": lambda: [{"prompt": words(6) + " ", "completion": words(8), "label": i % 2 == 0} for i in range(8)],
+    "ORPO": preference,
+    "CPO": preference,
     "Reward": preference,
     "GRPO": lambda: [{"prompt": words(6)} for _ in range(8)],
     "RLOO": lambda: [{"prompt": words(6)} for _ in range(8)],
@@ -64,9 +67,10 @@ def train(name, model, callbacks, folder, seed):
     extra = {"processing_class": tokenizer(), "callbacks": callbacks, "train_dataset": data}
     if name in ("GRPO", "RLOO"):
         extra["reward_funcs"] = lambda completions, **_: [random.random() for _ in completions]
-    args = getattr(trl, f"{name}Config")(str(folder), **settings)
+    home = importlib.import_module(f"trl.experimental.{name.lower()}") if name in ("ORPO", "CPO") else trl
+    args = getattr(home, f"{name}Config")(str(folder), **settings)
     torch.manual_seed(seed)
-    run = getattr(trl, f"{name}Trainer")(model, args=args, **extra)
+    run = getattr(home, f"{name}Trainer")(model, args=args, **extra)
     run.train()
     return run
 
