@@ -218,7 +218,8 @@ HEAD = """# The peak of a whole step
 memory in its second step, over weights and optimizer state, with glibc told to return what is freed
 (`MALLOC_MMAP_THRESHOLD_=65536`). Over states: less the gradients, which every method has. Predicted: live tensors in a
 dry run (`hot_hf.dry_run`), which is what `hot-hf fit` and `HOTConfig(memory=...)` go by. *Loss in chunks* is HOT's loss
-alone, on an otherwise exact model; the last three rows have it too.
+alone, on an otherwise exact model; HOT's own modes have it too. Where the peak is an embedding's dense gradient the
+process shows less than live tensors: zero pages that nobody has touched are not resident.
 
 Time: a step of forward, loss, backward and fused AdamW, median of interleaved rounds, of the exact step.
 {where}.
